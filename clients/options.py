@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import click
 
@@ -65,6 +65,12 @@ class Number(click.FloatRange):
 
 class Seconds(Number):
     what = "a number of seconds"
+
+
+RATE: Final = Number(1e-6, 1e6)
+"""Requests a second. Times between those of lower rates are beyond those of clocks."""
+CLIENTS: Final = click.IntRange(1, 100_000)
+"""Of a closed loop."""
 
 
 def server_option(**more: Any) -> Callable[[Any], Any]:

@@ -34,6 +34,8 @@ from paceline.clients.load.tally import Counts, merged
 from paceline.clients.load.worker import Load
 from paceline.clients.messages import ModelMetadata, ParameterValue, infer_request
 from paceline.clients.options import (
+    CLIENTS,
+    RATE,
     ConnectionOptions,
     Number,
     Seconds,
@@ -51,7 +53,6 @@ _LONGEST_S: Final = 1e9
 """Deadlines that are later lie in the past: gRPC's times are 64-bit nanoseconds."""
 _LENGTH: Final = Seconds(0.01, 1e6)
 """Figures are kept by slices, of which a shorter time would have more than can be told."""
-_RATE: Final = Number(0, 1e6, min_open=True)
 _COUNT: Final = click.IntRange(min=1)
 
 
@@ -115,10 +116,10 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
     "--clients",
-    type=click.IntRange(1, 100_000),
+    type=CLIENTS,
     help="Closed loop: so many clients, each with one request under way.  [default: 1]",
 )
-@click.option("--rate", type=_RATE, help="Open loop: so many requests a second, at random.")
+@click.option("--rate", type=RATE, help="Open loop: so many requests a second, at random.")
 @click.option("--constant", is_flag=True, help="With --rate: at regular intervals.")
 @click.option(
     "--arrivals",
@@ -128,11 +129,15 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
     "what `paceline top --record` has written; or a server's file of traces.",
 )
 @click.option(
-    "--speed", type=Number(0, 1e6, min_open=True), default=1.0, show_default=True,
+    "--speed", type=Number(1e-6, 1e6), default=1.0, show_default=True,
     help="With --arrivals: so many times as fast.",
 )  # fmt: skip
-@click.option("--processes", type=_COUNT, default=1, show_default=True, help="Processes that send, together.")
-@click.option("--connections", type=_COUNT, default=1, show_default=True, help="Connections of each process.")
+@click.option(
+    "--processes", type=click.IntRange(1, 1_024), default=1, show_default=True, help="Processes that send, together."
+)
+@click.option(
+    "--connections", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Connections of each process."
+)
 @click.option(
     "--input",
     "inputs",
@@ -155,7 +160,13 @@ def _length(context: click.Context, parameter: click.Parameter, text: str | None
     metavar="NAME=SHAPE",
     help="Shape of a made-up input: 1,128 or, at random, 1,16..512 or, with weights, 1,16*3|1,512. Repeatable.",
 )
-@click.option("--distinct", type=_COUNT, default=_DISTINCT, show_default=True, help="How many requests to make up.")
+@click.option(
+    "--distinct",
+    type=click.IntRange(1, 1_000_000),
+    default=_DISTINCT,
+    show_default=True,
+    help="How many requests to make up.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For all that is random.")
 @click.option("--text", "texts", multiple=True, metavar="TEXT", help="Generate what follows this text. Repeatable.")
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")

@@ -16,7 +16,7 @@ import click
 
 from paceline.backends.installed import how_to_install
 from paceline.clients.connection import checked_target
-from paceline.clients.options import Seconds, access_options, one_line
+from paceline.clients.options import Number, Seconds, access_options, one_line
 from paceline.server.bulk.settings import BulkSettings, Parameters, parse_max_bad, parse_memory, parse_shard
 from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
@@ -144,7 +144,7 @@ _OPTIONS = (
         help="How many actors."),
     _flag("--ray-actor-cpus", default="auto", show_default=True, type=_AutoOr(), metavar="auto|N",
         help="CPUs of an actor."),
-    _flag("--ray-actor-gpus", default=0.0, show_default=True, type=click.FloatRange(0, 1024), metavar="N",
+    _flag("--ray-actor-gpus", default=0.0, show_default=True, type=Number(0, 1024), metavar="N",
         help="GPUs of an actor, or a share of one."),
     _flag("--on-bad-row", default="record", show_default=True, type=click.Choice(["record", "fail"]),
         help="Record a row at fault and go on, or fail."),

@@ -103,11 +103,11 @@ class BulkSettings:
 def parse_memory(text: str) -> int:
     """Such as "2GiB", "500 MB" or "1048576". Raises ValueError."""
     found = _BYTES.fullmatch(text.strip())
-    if found is None or not (size := int(float(found["number"]) * _UNITS[found["unit"].lower()])):
+    if found is None or not 1 <= (size := float(found["number"]) * _UNITS[found["unit"].lower()]) < 2**63:
         raise ValueError(f"expected bytes, such as 2GiB or 500MB, got '{text}'")
     if size < _LEAST_MEMORY_BYTES:
         raise ValueError(f"expected 16MiB or more, as files are read and written a MiB at a time, got '{text}'")
-    return size
+    return int(size)
 
 
 def parse_max_bad(text: str) -> MaxBad:

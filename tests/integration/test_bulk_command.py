@@ -70,6 +70,8 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
         (["--map", "INPUT0"], "expected INPUT=COLUMN, got 'INPUT0'"),
         (["--map", "INPUT0=b"], "expected 'INPUT0' once, got it twice"),
         (["--memory", "much"], "expected bytes, such as 2GiB or 500MB, got 'much'"),
+        (["--memory", "9" * 400], "expected bytes, such as 2GiB or 500MB, got '999"),
+        (["--ray-actor-gpus", "nan"], "--ray-actor-gpus: expected a number, got nan"),
         (["--memory", "1KiB"], "expected 16MiB or more"),
         (["--keep", '"last, first"'], "column 'last, first': expected one of the input's"),
         (["--keep", '"a'], "expected names with commas between them, those with a comma in double quotes"),
