@@ -227,9 +227,11 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
         about = {"model": model, "version": options.version, "server": options.server, "load": _described(options)}
         heading = f"{model} on {options.server}: {_described(options)}"
         is_json = options.form == "json"
-        click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
-        if options.html is not None:
-            options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
+        try:
+            click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
+        finally:  # also if nobody reads the output
+            if options.html is not None:
+                options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
         if outcome.total.failed and not outcome.total.latencies.count:
             is_missing = (options.stream or options.texts) and [*outcome.total.errors] == ["UNIMPLEMENTED"]
             why = ": the server has no ModelStreamInfer, which --stream and --text need" if is_missing else ""

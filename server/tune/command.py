@@ -180,12 +180,14 @@ def tune(
             tuned, config = tune_model(asked, show.say, click.get_current_context().obj)
         except TuneError as error:
             raise click.ClickException(one_line(str(error))) from None
-    click.echo(tuned.as_json() if form == "json" else tuned.text())
-    with one_line_errors(access):
-        if out is not None:
-            out.write_text(config, encoding="utf-8")
-        if html is not None:
-            html.write_text(page(tuned, config), encoding="utf-8")
+    try:
+        click.echo(tuned.as_json() if form == "json" else tuned.text())
+    finally:  # also if nobody reads the output
+        with one_line_errors(access):
+            if out is not None:
+                out.write_text(config, encoding="utf-8")
+            if html is not None:
+                html.write_text(page(tuned, config), encoding="utf-8")
     if out is None and form == "text":
         click.echo(f"\nas config.pbtxt (--out writes it):\n\n{config}".rstrip())
     raise click.exceptions.Exit(int(not tuned.is_met))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import grpc
@@ -100,6 +102,16 @@ def test_load_of_which_all_fails_ends_with_status_1(run: Run, peer: Peer) -> Non
 def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:
     result = run("--count", "5", "--html", str(tmp_path / "page.html"), "--format", "json")
     assert json.loads(result.stdout)["requests"] == 5
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_page_is_written_though_nobody_reads_the_output(peer: Peer, tmp_path: Path) -> None:
+    peer.takes(x=("FP32", [-1, 2]))
+    reading, writing = os.pipe()
+    os.close(reading)
+    arguments = ["m", "--server", peer.target, "--count", "5", "--html", str(tmp_path / "page.html")]
+    with pytest.raises(BrokenPipeError), os.fdopen(writing, "w") as out, redirect_stdout(out):
+        load.main(arguments, standalone_mode=False)
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
