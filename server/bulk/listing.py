@@ -65,6 +65,8 @@ def find_locations(
     taken: set[tuple[str, str]] = set()
     listed = []
     for pattern in patterns:
+        if not pattern:
+            raise BulkError("expected the path or URL of a file or folder, or a glob, got ''")
         try:
             named = list(_named(pattern, left_out, hidden))
             files = [
@@ -73,6 +75,8 @@ def find_locations(
                 if not place.is_folder or _is_input(place, left_out)
                 for file in (_below(place, wanted, left_out, hidden) if place.is_folder else (place,))
             ]
+        except UnicodeDecodeError as error:
+            raise BulkError(f"{pattern}: expected names in UTF-8 there, got {error.object!r}: rename it") from None
         except (OSError, pa.ArrowException, ValueError) as error:
             raise BulkError(f"{pattern}: can't be listed: {error}") from None
         if not files:

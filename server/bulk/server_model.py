@@ -144,6 +144,7 @@ async def server_model(
     parameters: Parameters,
     batch_rows: int = 0,
     say: Callable[[str], None] = lambda why: None,
+    start_s: float = _START_S,
 ) -> AsyncIterator[ServerModel]:
     """The model `name` of the server at `target`. `say` is told why it is waited for, and "" when it is there.
     `batch_rows`: of a call, if that is given; servers that don't tell how a model is batched get calls of one row
@@ -158,12 +159,13 @@ async def server_model(
             say(f"server {target}: {why}; trying again" if why else "")
 
         try:
+            tell(await _not_ready(calls))
             try:
-                if not await calls.server_ready(timeout_s=_FIRST_S):
-                    tell("not ready")
-            except (Unavailable, DeadlineExceeded) as error:
-                tell(_shortened(error.message))
-            await calls.wait_ready(_START_S)
+                await calls.wait_ready(start_s)
+            except DeadlineExceeded as error:
+                # While a client waits for a connection, it isn't told why there is none.
+                if why := await _not_ready(calls):
+                    raise BulkError(f"--server {target}: not ready within {start_s:g} s: {why}") from error
             tell("")
             description = await calls.describe(name)
         except ClientError as error:
@@ -172,6 +174,14 @@ async def server_model(
             batching = Batching(max(1, batch_rows), True, (), 0, 0, 0, ())
             description = replace(description, batching=batching)
         yield ServerModel(description, streams, calls, parameters, tell)
+
+
+async def _not_ready(client: InferenceClient) -> str:
+    """Why the server isn't ready; "" if it is."""
+    try:
+        return "" if await client.server_ready(timeout_s=_FIRST_S) else "not ready"
+    except (Unavailable, DeadlineExceeded) as error:
+        return _shortened(error.message)
 
 
 def _shortened(message: str) -> str:

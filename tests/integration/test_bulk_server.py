@@ -48,6 +48,13 @@ async def test_calls_are_full_and_outputs_in_place(tmp_path: Path) -> None:
         assert sorted(sum(rows) for rows in memory.batches) == [4, 8, 8]
 
 
+async def test_server_that_cannot_be_reached_is_given_up_with_the_reason() -> None:
+    target, access = f"127.0.0.1:{free_port()}", ConnectionOptions()
+    with pytest.raises(BulkError, match=f"^--server {target}: not ready within 0.05 s: Connection refused$"):
+        async with server_model(target, "m", access=access, parameters={}, start_s=0.05):
+            pass
+
+
 async def test_row_that_the_model_refuses_is_found(tmp_path: Path) -> None:
     def has_5(inputs: Tensors) -> bool:
         return bool((inputs[0] == 5).any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,11 @@ def test_folder_without_input_is_refused(folder: Path) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(BulkError, match="in/empty: no input file in there"):
         listed("in/*.parquet", "in/empty")
+
+
+def test_empty_pattern_and_names_outside_utf8_are_refused(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.csv")).touch()
+    with pytest.raises(BulkError, match="expected the path or URL of a file or folder, or a glob, got ''"):
+        find_locations([""], lambda name: True)
+    with pytest.raises(BulkError, match=r"expected names in UTF-8 there, got b'\\xff.csv': rename it"):
+        find_locations([str(tmp_path)], lambda name: True)
