@@ -17,8 +17,9 @@ from paceline.server.bulk.values import Fixed, Places
 __all__ = ["batches"]
 
 _WORTH_SHARE = 40
-"""A batch costs as much as one in so many of a full batch's elements, besides its own: as `Fixed.batch_rows` is the
-smallest within 3 % of the best rate, that is 3 % at most, and more than half of it."""
+"""A batch costs as much as one in so many of a full batch's elements, besides its own: `Fixed.batch_rows` is about the
+best, which is where larger batches gain some per cent at most. Half or twice as much would be worth the same: of 512 to
+4,096 texts of log-normal lengths, calls and what is filled up differ by less than 0.5 % of the work in all."""
 
 
 def batches(rows: Rows, fixed: Fixed, *, by_length: bool = False, max_elements: int = 0) -> list[Places]:

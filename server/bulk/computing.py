@@ -138,8 +138,9 @@ class Computing:
         if settings.server:  # which has the instances that it has, and is asked for full batches
             async with self._model(Offline()) as model:
                 most = batch_rows or max(1, model.max_rows)
-                (measured,) = await measure(model, sample_of(model), [most], rates=rates)
-                choice = Choice(Offline(), measured)
+                sample = sample_of(model)
+                measured = await measure(model, sample, [most], rates=rates)
+                choice = Choice(Offline(), measured.with_faults(sample.faults))
         else:
             choice = await choose(
                 self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
