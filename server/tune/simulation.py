@@ -1,23 +1,18 @@
 """What a load would meet if a model were batched by some policy: the product's own batcher, in a time of its own.
 
-Lives here: that time, instances that take as long as they are said to, and a load that comes as it is said to. Must
-not: decide anything about batches; `Batcher` and its queue do, the very ones that serve. The rule: equal arguments give
-equal results, on any machine.
-
-Everything that the event loop does takes its turn: what becomes due while it handles a request is late by that. Whoever
-calls may be on any loop, of which only turns are used, never the time.
+Lives here: instances that take as long as they are said to, and a load that comes as it is said to. Must not: decide
+anything about batches; `Batcher` and its queue do, the very ones that serve. The rule: equal arguments give equal
+results, on any machine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from heapq import heappop, heappush
-from itertools import count, groupby, islice
+from itertools import groupby, islice
 from random import Random
 from typing import NamedTuple
 
@@ -29,8 +24,8 @@ from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
 from paceline.scheduler.runner import Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
+from paceline.server.tune.clock import ARRIVAL, END, SENDING, SimulatedClock
 from paceline.server.tune.costs import Costs, costs_at
-from paceline.server.tuning import SWITCH_INTERVAL_S
 
 __all__ = ["Closed", "Contents", "Cost", "Open", "Served", "Simulated", "rows_per_batch", "simulate"]
 
@@ -38,11 +33,7 @@ Cost = Callable[[int, int, float], int]
 """How many nanoseconds an execution of so many rows of a size takes; of all that it may take, the one below which the
 given share of them (from 0 to 1) lies."""
 
-_ALARM, _END, _ARRIVAL, _SENDING = range(4)
-"""What is due at the same moment is done in this order."""
 _USUAL_WEIGHT = 0.1
-_WAIT_NS = SWITCH_INTERVAL_S * 1e9
-"""A wait of the event loop, on average, if there is one: whoever computes in Python keeps the lock for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,77 +115,6 @@ async def simulate(
     return await _World(served, load, requests, contents, seed, int(requests * warmup)).run()
 
 
-class _Clock:
-    """A time in which only what is due happens, and only what takes time lets it pass."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-        self._now_ns = 0
-        self._busy_ns = 0
-        self._due: list[tuple[int, int, int, Callable[[int], None]]] = []
-        self._numbers = count()
-
-    def now_ns(self) -> int:
-        return self._now_ns
-
-    def busy_ns(self) -> int:
-        return self._busy_ns
-
-    def alarm(self, ring: Callable[[], None]) -> _Alarm:
-        return _Alarm(self, ring)
-
-    def at(self, at_ns: int, kind: int, do: Callable[[int], None]) -> None:
-        """Call `do` with `at_ns` then, or as soon after that as there is time."""
-        heappush(self._due, (at_ns, kind, next(self._numbers), do))
-
-    def spend(self, ns: float, waits: float) -> None:
-        """Let the event loop compute for so long, and wait meanwhile, so many times as long on average."""
-        self._now_ns += round(ns)
-        self._busy_ns += round(ns)
-        share = min(1.0, ns * waits / _WAIT_NS)
-        if self._random.random() < share:
-            self._now_ns += round(self._random.expovariate(share / (ns * waits)))
-
-    async def go_on(self) -> None:
-        """Do what is due next, and what follows at once. Something has to be."""
-        self._now_ns = until_ns = max(self._now_ns, self._due[0][0])
-        # An iteration of the loop: what becomes due while this is done is left for the next one. So are all arrivals
-        # after one that took time: gRPC hands them over one per iteration.
-        left, has_taken = [], False
-        while self._due and self._due[0][0] <= until_ns:
-            one = heappop(self._due)
-            (at_ns, kind, _, do), began_ns = one, self._now_ns
-            if kind == _ARRIVAL and has_taken:
-                left.append(one)
-                continue
-            do(at_ns)
-            has_taken = has_taken or (kind == _ARRIVAL and self._now_ns > began_ns)
-        for one in left:
-            heappush(self._due, one)
-        await asyncio.sleep(0)
-
-
-class _Alarm:
-    def __init__(self, clock: _Clock, ring: Callable[[], None]) -> None:
-        self._clock, self._ring = clock, ring
-        self._at_ns = -1
-
-    def set(self, at_ns: int) -> None:
-        self._at_ns = max(at_ns, self._clock.now_ns())
-        self._clock.at(self._at_ns, _ALARM, self._on_due)
-
-    def clear(self) -> None:
-        self._at_ns = -1
-
-    def close(self) -> None:
-        self.clear()
-
-    def _on_due(self, at_ns: int) -> None:
-        if at_ns == self._at_ns:  # it wasn't set anew since
-            self._at_ns = -1
-            self._ring()
-
-
 class _Executed(NamedTuple):
     results: Sequence[None]
 
@@ -213,7 +133,7 @@ class _Instance:
 
     stages = True
 
-    def __init__(self, clock: _Clock, served: Served, random: Random, on_begin: Callable[[int], Costs]) -> None:
+    def __init__(self, clock: SimulatedClock, served: Served, random: Random, on_begin: Callable[[int], Costs]) -> None:
         self._clock, self._random, self._on_begin = clock, random, on_begin
         self._cost, self._lengths = served.cost, served.policy.lengths
         self._current: _Handed | None = None
@@ -254,7 +174,7 @@ class _Instance:
         self._current = handed
         self._began_ns, self._ends_ns = now_ns, now_ns + duration_ns
         self.executed_ns += duration_ns
-        self._clock.at(self._ends_ns, _END, self._on_end)
+        self._clock.at(self._ends_ns, END, self._on_end)
 
     def _on_end(self, at_ns: int) -> None:
         assert self._current is not None
@@ -273,7 +193,7 @@ class _World:
         self, served: Served, load: Open | Closed, requests: int, contents: Sequence[Contents], seed: int, first: int
     ) -> None:
         self._served, self._load = served, load
-        self._clock = _Clock(Random(f"{seed} waits"))
+        self._clock = SimulatedClock(Random(f"{seed} waits"))
         self._costs_of = cache(partial(costs_at, served.costs))
         # What was met with batches of so many requests on average had smaller and larger ones, too.
         self._usual_requests = 1.0
@@ -348,7 +268,7 @@ class _World:
             if len(self._due_ns) < self._requests:
                 self._due_ns.append(at_ns)
                 self._numbers.append(number)
-                self._clock.at(at_ns, _SENDING, self._on_sending)
+                self._clock.at(at_ns, SENDING, self._on_sending)
 
     def _on_sending(self, at_ns: int) -> None:
         """A request is due. Those that are due at the same time are sent one after the other."""
@@ -357,7 +277,7 @@ class _World:
         def arrive(_: int) -> None:
             self._on_arrival(at_ns)
 
-        self._clock.at(self._sender_ns, _ARRIVAL, arrive)
+        self._clock.at(self._sender_ns, ARRIVAL, arrive)
         self._expect(islice(self._arrivals, 1))
 
     def _on_arrival(self, due_ns: int) -> None:
