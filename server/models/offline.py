@@ -45,6 +45,11 @@ def executed_alone(plan: ServingPlan) -> ServingPlan:
     return replace(plan, policy=policy)
 
 
+def layouts_on_gpus(configured: int) -> list[Offline]:
+    """What may be best on GPUs: the model as it is, with so many instances on each, and with one to three."""
+    return [Offline(), *(Offline(number) for number in (1, 2, 3) if number != configured)]
+
+
 def layouts(instances: int, cpus: int, whole_threads: int = 0) -> list[Offline]:
     """What may be best on so many CPUs, the simplest first: the model as it is configured, which is one instance with
     all of them if that says nothing; or several with a few threads each. `instances`: if they are given.

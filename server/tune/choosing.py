@@ -32,7 +32,7 @@ standard deviations of that number."""
 _HALVINGS = 5
 _AS_GOOD = 1.05
 """A difference up to this may be chance."""
-_MORE_CPUS, _FASTER = (2, 3, 4, 8, 16), (1.25, 1.5, 2, 3, 5, 10, 20, 50)
+_MORE_DEVICES, _FASTER = (2, 3, 4, 8, 16), (1.25, 1.5, 2, 3, 5, 10, 20, 50)
 """Times that are tried where the goal can't be met."""
 
 Show = Callable[[int, int], None]
@@ -112,7 +112,7 @@ class Setting:
     def capacity(self) -> float:
         """Rows a second, if all batches were as large as is best."""
         slowdown = min(one.slowdown for one in self.layout.costs)
-        return self.layout.instances * self.layout.curve.rows_per_s(self.policy.max_batch_rows) / slowdown
+        return self.layout.rows_per_s(self.policy.max_batch_rows) / slowdown
 
     @property
     def for_any_sender(self) -> Setting:
@@ -123,7 +123,8 @@ class Setting:
     @property
     def served(self) -> Served:
         """As it is simulated."""
-        return Served(self.policy, self.layout.instances, self.layout.curves.cost, self.layout.costs)
+        layout = self.layout
+        return Served(self.policy, layout.instances, layout.curves.cost, layout.costs, layout.slots, layout.prepared)
 
     def most_per_s(self, rows: float) -> float:
         """Requests of so many rows a second that executions, the event loop and whoever sends could have at most."""
@@ -180,10 +181,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """So many times the CPUs would do, and executions that are so many times as fast; 0: not even the most that was
-    tried."""
+    """So many times the CPUs, or GPUs, would do, and executions that are so many times as fast; 0: not even the most
+    that was tried."""
 
-    cpus: float
+    devices: float
     speed: float
 
 
@@ -262,8 +263,10 @@ def _apart(tried: Sequence[Tried]) -> list[Tried]:
 
 
 async def set_back(chosen: Setting, now: Setting, goal: Goal, seed: int, requests: int) -> dict[str, Tried]:
-    """What each of the changes is worth, by its name: `chosen` if only that were as it is `now`; and all of them."""
-    mine, policy = chosen.policy, now.policy
+    """What each of the changes is worth, by its name: `chosen` if only that were as it is `now`; and all of them. But
+    for allowed sizes: what they save doesn't show here."""
+    mine, policy = replace(chosen.policy, batch_sizes=now.policy.batch_sizes), now.policy
+    chosen = replace(chosen, policy=mine)
     sizes = replace(mine, max_batch_rows=policy.max_batch_rows, preferred_batch_rows=policy.preferred_batch_rows)
     settings = {
         "instances and threads": replace(chosen, layout=now.layout),
@@ -367,4 +370,4 @@ async def _needs(setting: Setting, goal: Goal, requests: int, seed: int) -> Need
     def more(factor: float) -> Layout:
         return replace(layout, instances=layout.instances * int(factor))
 
-    return Needs(cpus=await least(more, _MORE_CPUS), speed=await least(faster, _FASTER))
+    return Needs(devices=await least(more, _MORE_DEVICES), speed=await least(faster, _FASTER))

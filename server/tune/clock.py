@@ -85,8 +85,7 @@ class _Alarm:
     def clear(self) -> None:
         self._at_ns = -1
 
-    def close(self) -> None:
-        self.clear()
+    close = clear
 
     def _on_due(self, at_ns: int) -> None:
         if at_ns == self._at_ns:  # it wasn't set anew since

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from google.protobuf import text_format
 
 from paceline.protos import model_config_pb2 as pb
+from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import ALLOW_SPINNING, INTRA
 from paceline.server.models.offline import configured_for
 from paceline.server.tune.choosing import Setting
 
 __all__ = ["Change", "changes_of", "config_text", "plain"]
 
+_SIZES = "paceline.batch_sizes"
 _WIDTH = 100
 
 
@@ -67,13 +69,19 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
         share = (
             f"together they compute {plain(chosen.capacity)} rows/s, with {now.layout.instances}: {plain(now.capacity)}"
         )
-        found.append(Change("instance_group.count", str(now.layout.instances), str(offline.instances), share))
+        found.append(Change("instance_group.count", str(now.layout.count), str(offline.instances), share))
     if offline.intra_op_threads:
         found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))
     if not layout.allow_spinning:
         why = "threads that spin while they wait for work take CPU time from the server and from each other"
         found.append(Change(f"parameters.{ALLOW_SPINNING}", "1", "0", why))
+    why = "batches are filled up to these, so that the GPU meets few shapes: better when tried"
+    found.append(Change(f"parameters.{_SIZES}", _sizes(mine) or "any", _sizes(policy) or "any", why))
     return [one for one in found if one.before != one.after]
+
+
+def _sizes(policy: BatchPolicy) -> str:
+    return ",".join(map(str, policy.batch_sizes))
 
 
 def config_text(config: pb.ModelConfig, chosen: Setting, changes: Iterable[Change], heading: Iterable[str]) -> str:
@@ -87,6 +95,8 @@ def config_text(config: pb.ModelConfig, chosen: Setting, changes: Iterable[Chang
         changed.dynamic_batching.max_queue_delay_microseconds = chosen.policy.max_queue_delay_ns // 1_000
     if f"parameters.{ALLOW_SPINNING}" in fields:
         changed.parameters[ALLOW_SPINNING].string_value = "0"
+    if f"parameters.{_SIZES}" in fields:
+        changed.parameters[_SIZES].string_value = _sizes(chosen.policy)
     # Also the largest batch, which changes nothing as long as it is that, but can't be more.
     if changed.HasField("dynamic_batching") and not chosen.policy.preferred_batch_rows:
         del changed.dynamic_batching.preferred_batch_size[:]

@@ -6,6 +6,7 @@ Lives here: the order of things, and which models can be tuned. Must not: flags,
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +26,7 @@ from paceline.server.engine import Engine, EngineSettings
 from paceline.server.errors import StartError
 from paceline.server.models.batch_policy import backend_name
 from paceline.server.models.defaults import ALLOW_SPINNING, INTRA, BatchDefaults, Offline
-from paceline.server.models.offline import layouts
+from paceline.server.models.offline import layouts, layouts_on_gpus
 from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
@@ -39,6 +40,8 @@ from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
 
 __all__ = ["Asked", "measure_model", "tune_model"]
+
+_log = logging.getLogger("paceline.server.tune")
 
 _MOST_ROWS = 64
 """Of a batch that is tried, of models without a configuration."""
@@ -163,14 +166,23 @@ async def measure_model(
 ) -> tuple[Goal, LoadContents, Setting, Sequence[Layout]]:
     """The goal with what its requests have, the model as it is now, and all layouts."""
     async with _engine(asked, None, BatchDefaults().max_batch_rows, backend_of) as (_, served):
-        policy = served.batcher.policy
+        policy, devices = served.batcher.policy, [one.device for one in {*served.instances.runners.values()}]
         goal, load = _load_of(asked, served)
     possible, config = layouts(0, usable_cpus().count), own_model(asked.model).config
-    found = []
+    if devices[0].kind is not DeviceKind.CPU:
+        possible = layouts_on_gpus(len(devices) // len({*devices}))
+    found = list[Layout]()
     for number, offline in enumerate(possible):
         say(f"measuring {_what(offline)}", _AFTER_CURVES * number / len(possible))
-        layout = await _layout(asked, load, offline, backend_of)
-        found.append(replace(layout, spins=usable_cpus().count > 1 and _spins(offline, config)))
+        try:
+            layout = await _layout(asked, load, offline, backend_of)
+        except TuneError as error:
+            if not found:
+                raise
+            _log.warning("%s aren't tried: %s", _what(offline), error)  # their memory may be too small
+            continue
+        spins = not layout.gpus and usable_cpus().count > 1 and _spins(offline, config)
+        found.append(replace(layout, spins=spins))
     return goal, load, Setting(found[0], policy), found
 
 
@@ -232,6 +244,6 @@ def _why_not(served: ServedModel) -> str:
         return "its requests are steps of sequences, which depend on each other"
     if served.decoupled:
         return "it may answer a request more than once"
-    if any(one.device.kind is not DeviceKind.CPU for one in served.instances.runners.values()):
-        return "it executes on a GPU, and only what is measured on CPUs is simulated"
+    if len({one.device.kind for one in served.instances.runners.values()}) > 1:
+        return "it executes on CPUs and on GPUs, and only instances that are alike are simulated"
     return ""

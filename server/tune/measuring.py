@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.backends.base import DeviceKind
 from paceline.backends.spec import Array
 from paceline.server.engine import Engine
 from paceline.server.models.defaults import Offline
@@ -41,7 +42,9 @@ class TuneError(Exception):
 class Layout:
     """`instances` that execute at the same time, asked for as `offline`, and what was measured of them: how long
     executions take on their own while all are busy, and what requests cost besides, by ascending numbers of requests
-    that share a batch. `spins`: whether idle threads wait for work by spinning, if they may: with `allow_spinning`."""
+    that share a batch. `spins`: whether idle threads wait for work by spinning, if they may: with `allow_spinning`.
+    `gpus`: on how many they are; 0: on CPUs. Each instance has `slots`, of which one computes at a time; of what an
+    execution takes, the share `prepared` is spent while another slot computes."""
 
     offline: Offline
     instances: int
@@ -49,11 +52,23 @@ class Layout:
     costs: Sequence[Costs] = (Costs(),)
     spins: bool = False
     allow_spinning: bool = True
+    gpus: int = 0
+    slots: int = 1
+    prepared: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Of the instances, those on each device, as `instance_group.count` says it."""
+        return self.instances // max(1, self.gpus)
 
     @property
     def curve(self) -> Curve:
         """Of rows of the typical size."""
         return self.curves.typical
+
+    def rows_per_s(self, most_rows: int) -> float:
+        """What all instances compute, in batches of the best size up to `most_rows`."""
+        return self.instances * self.curve.rows_per_s(most_rows) / (1 - self.prepared)
 
 
 def sizes_to_try(most_rows: int) -> list[int]:
@@ -71,27 +86,34 @@ async def measure(
 ) -> Layout:
     """Try `batches` of so many rows, which ascend, of each size, on an engine for offline work: each request is an
     execution. Raises TuneError."""
-    curves, handling_ns = dict[int, Curve](), 0
+    runners = served.instances.runners
+    instances = len({*runners.values()})
+    gpus = len({one.device for one in runners.values() if one.device.kind is not DeviceKind.CPU})
+    curves, handling_ns, prepared = dict[int, Curve](), 0, 1.0
     for size, inputs_of in inputs_by_size.items():
         share_ns = _MOST_NS // len(inputs_by_size)
-        curves[size], loop_ns = await _curve(engine, served, inputs_of, batches, share_ns)
-        handling_ns = handling_ns or loop_ns
-    return Layout(offline, len(served.instances.runners), Curves(curves, typical_size), [Costs(loop_ns=handling_ns)])
+        curves[size], loop_ns, beside = await _curve(engine, served, inputs_of, batches, share_ns, instances)
+        handling_ns, prepared = handling_ns or loop_ns, min(prepared, beside)
+    return Layout(
+        offline, instances, Curves(curves, typical_size), [Costs(loop_ns=handling_ns)],
+        gpus=gpus, slots=len(runners) // instances, prepared=prepared,
+    )  # fmt: skip
 
 
 async def _curve(
-    engine: Engine, served: ServedModel, inputs_of: InputsOf, batches: Sequence[int], most_ns: int
-) -> tuple[Curve, int]:
-    """Of rows of one size, with the event loop's work for a request."""
+    engine: Engine, served: ServedModel, inputs_of: InputsOf, batches: Sequence[int], most_ns: int, instances: int
+) -> tuple[Curve, int, float]:
+    """Of rows of one size, with the event loop's work for a request, and the share of executions that is spent while
+    other slots of their instances compute."""
     # One more waits for each that executes, so that none is ever idle.
     at_once, began_ns = 2 * len(served.instances.runners), time.monotonic_ns()
     durations_ns: dict[int, Sequence[int]] = {}
-    best = handling_ns = losing = 0.0
+    best = handling_ns = losing = spent_ns = busy_ns = 0.0
     for rows in batches:
         inputs = inputs_of(rows)
         await asyncio.gather(*(_executed_ns(engine, served, inputs) for _ in range(at_once)))  # first ones allocate
-        used_ns, found = time.thread_time_ns(), list[int]()
-        until_ns, last_ns = time.monotonic_ns() + _WINDOW_NS, time.monotonic_ns() + _LONGEST_NS
+        used_ns, found, window_ns = time.thread_time_ns(), list[int](), time.monotonic_ns()
+        until_ns, last_ns = window_ns + _WINDOW_NS, window_ns + _LONGEST_NS
 
         async def work(
             inputs: Mapping[str, Array] = inputs,
@@ -108,12 +130,15 @@ async def _curve(
         # Of the smallest: the work for a request itself, apart from its rows.
         handling_ns = handling_ns or (time.thread_time_ns() - used_ns) / len(found)
         durations_ns[rows] = sorted(found)
+        # Executions of an instance with one slot can't have taken longer than the window: then, both are equal.
+        spent_ns += sum(found) / len(found)
+        busy_ns += min(sum(found), (time.monotonic_ns() - window_ns) * instances) / len(found)
         per_s = rows * len(found) / max(1, sum(found))
         best = max(best, per_s)
         losing = losing + 1 if per_s < _LOSING * best else 0
         if losing == _MOST_LOSING or time.monotonic_ns() - began_ns > most_ns:
             break
-    return Curve(durations_ns), int(handling_ns)
+    return Curve(durations_ns), int(handling_ns), 1 - busy_ns / max(1.0, spent_ns)
 
 
 async def _executed_ns(engine: Engine, served: ServedModel, inputs: Mapping[str, Array]) -> int:

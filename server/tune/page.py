@@ -172,7 +172,8 @@ def _costs(now: Setting, chosen: Setting, simulated: Iterable[Tried]) -> list[st
     typical = {name: one.curve for name, one in layouts.items()}
     per_s = {
         name: [
-            (rows, one.instances * rows * 1e9 / max(1.0, typical[name].mean_ns(rows))) for rows in typical[name].sizes
+            (rows, one.instances * rows * 1e9 / max(1.0, typical[name].mean_ns(rows) * (1 - one.prepared)))
+            for rows in typical[name].sizes
         ]
         for name, one in layouts.items()
     }

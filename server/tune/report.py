@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.clients.options import one_line
 from paceline.server.tune.causes import why
-from paceline.server.tune.choosing import Choice, Found, Goal, Needs, Tried
+from paceline.server.tune.choosing import Choice, Found, Goal, Tried
 from paceline.server.tune.config_file import Change, plain
 
 __all__ = ["PREDICTED", "Tuned", "ms"]
@@ -73,14 +73,14 @@ class Tuned:
         return f"{said}, and would be up to {more(best.most)} by prediction, which wasn't tried"
 
     def _unmet(self) -> str:
-        best, needs = self.choice.best[0], self.choice.needs
+        best = self.choice.best[0]
         if best.failure:
             return f"{self._asked()}: nothing that may be better than now could be tried: {one_line(best.failure)}"
         if best.is_met and best.live is not None and best.load is not None:
             expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
             return f"{self._asked()} {expected}. {self._highest()}".rstrip()
         found = f"at best, p99 is {ms(best.p99_ns)} at {plain(best.found.throughput)} requests/s"
-        return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(needs)}".rstrip()
+        return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(self.choice)}".rstrip()
 
     def _highest(self) -> str:
         """The largest load with which the goal is met; nothing if that isn't known."""
@@ -168,7 +168,7 @@ class Tuned:
                 "now": self._json(self.choice.now),
                 "best": [self._json(one) for one in self.choice.best],
                 "tried": self.choice.tried,
-                "needs": asdict(self.choice.needs) if self.choice.needs is not None else None,
+                "needs": _needs_json(self.choice),
                 "changes": [one._asdict() for one in self.changes],
                 "set_back": {name: self._json(one) for name, one in self.set_back.items()},
             }
@@ -183,6 +183,9 @@ class Tuned:
             "spins": layout.spins and layout.allow_spinning,
             "max_batch_size": policy.max_batch_rows,
             "max_queue_delay_microseconds": policy.max_queue_delay_ns // 1_000,
+            "batch_sizes": policy.batch_sizes,
+            "gpus": layout.gpus,
+            "prepared": layout.prepared,
             "met": one.is_met,
             "requests_per_s": found.throughput,
             "most": one.most or None,
@@ -240,17 +243,25 @@ def _row(one: Tried) -> tuple[str, ...]:
     )
 
 
-def _what_helps(needs: Needs | None) -> str:
-    if needs is None:
+def _what_helps(choice: Choice) -> str:
+    if (needs := choice.needs) is None:
         return ""
-    if not needs.cpus and not needs.speed:
-        return "Neither more CPUs nor a faster model would do: requests take too long besides their executions."
+    on_gpus = choice.best[0].setting.layout.gpus > 0
+    devices, faster = ("GPUs", "model or a faster GPU") if on_gpus else ("CPUs", "model, a faster CPU or a GPU")
+    if not needs.devices and not needs.speed:
+        return f"Neither more {devices} nor a faster model would do: requests take too long besides their executions."
     ways = []
-    if needs.cpus:
-        ways.append(f"about {needs.cpus:g} times the CPUs")
+    if needs.devices:
+        ways.append(f"about {needs.devices:g} times the {devices}")
     if needs.speed:
-        ways.append(f"executions that are {needs.speed:g} times as fast: a smaller model, a faster CPU or a GPU")
-    return f"It takes {', or '.join(ways)}." + ("" if needs.cpus else " More CPUs alone wouldn't do.")
+        ways.append(f"executions that are {needs.speed:g} times as fast: a smaller {faster}")
+    return f"It takes {', or '.join(ways)}." + ("" if needs.devices else f" More {devices} alone wouldn't do.")
+
+
+def _needs_json(choice: Choice) -> dict[str, float] | None:
+    if choice.needs is None:
+        return None
+    return {"gpus" if choice.best[0].setting.layout.gpus else "cpus": choice.needs.devices, "speed": choice.needs.speed}
 
 
 def _live_json(one: Tried, why: str) -> dict[str, object] | None:

@@ -22,7 +22,7 @@ from paceline.scheduler.batcher import Batcher
 from paceline.scheduler.observer import BatchReport, Drop
 from paceline.scheduler.policy import BatchPolicy
 from paceline.scheduler.request import Request
-from paceline.scheduler.runner import Done, Outcome
+from paceline.scheduler.runner import AnyRunner, Done, Outcome
 from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.tune.clock import ARRIVAL, END, SENDING, SimulatedClock
 from paceline.server.tune.costs import Costs, costs_at
@@ -68,19 +68,22 @@ class Closed:
 @dataclass(frozen=True, slots=True)
 class Served:
     """What serves: so many `instances`, batches by `policy`, of executions that take what `cost` says, and besides what
-    `costs` say, which ascend by their numbers of requests: of each request, by what batches lately had."""
+    `costs` say, which ascend by their numbers of requests: of each request, by what batches lately had. Instances have
+    `slots`, of which one computes at a time; of what an execution takes, the share `prepared` comes before that."""
 
     policy: BatchPolicy
     instances: int
     cost: Cost
     costs: Sequence[Costs] = (Costs(),)
+    slots: int = 1
+    prepared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """What became of the requests that count. `latencies`: of those that were answered, from when they were due.
     `refused`: the others. `batches`: how many had so many rows. `busy`: the share of the instances' time in which they
-    executed. `offered`: how many came a second; `throughput`: how many were answered meanwhile, fewer if that is too
+    computed. `offered`: how many came a second; `throughput`: how many were answered meanwhile, fewer if that is too
     much."""
 
     offered: float
@@ -117,6 +120,7 @@ async def simulate(
 
 class _Executed(NamedTuple):
     results: Sequence[None]
+    waited_ns: int
 
 
 class _Payload(NamedTuple):
@@ -128,34 +132,40 @@ _Handed = tuple[Sequence[_Payload], int, Done[None]]
 """Requests, rows that the model sees, and who is told of the end."""
 
 
+@dataclass(slots=True)
 class _Instance:
+    """Has computed for so long, and does until then."""
+
+    computed_ns: int = 0
+    until_ns: int = 0
+
+
+class _Slot:
     """Executes for as long as `cost` says, on a thread that needs the event loop only to tell of the end."""
 
-    stages = True
-
-    def __init__(self, clock: SimulatedClock, served: Served, random: Random, on_begin: Callable[[int], Costs]) -> None:
-        self._clock, self._random, self._on_begin = clock, random, on_begin
-        self._cost, self._lengths = served.cost, served.policy.lengths
-        self._current: _Handed | None = None
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        served: Served,
+        random: Random,
+        on_begin: Callable[[int], Costs],
+        instance: _Instance,
+    ) -> None:
+        self._clock, self._random, self._on_begin, self._instance = clock, random, on_begin, instance
+        self._cost, self._lengths, self._prepared = served.cost, served.policy.lengths, served.prepared
+        self.stages = served.slots == 1
         self._next: _Handed | None = None
-        self._began_ns = self._ends_ns = 0
-        self.executed_ns = 0
+        self._executes, self._ends_ns = False, 0
 
     def start(self) -> None:
         pass
 
-    def stop(self) -> None:
-        pass
-
-    def call_off(self) -> None:
-        pass
+    stop = call_off = start
 
     def run(self, payloads: Sequence[_Payload], padded_rows: int, done: Done[None]) -> None:
-        handed = payloads, padded_rows, done
-        if self._current is None:
-            self._begin(handed, self._clock.now_ns())
-        else:
-            self._next = handed
+        self._next = payloads, padded_rows, done
+        if not self._executes:
+            self._begin_next(self._clock.now_ns())
 
     def take_back(self) -> bool:
         # The thread has taken the next one already, though the loop hasn't heard of the end.
@@ -164,26 +174,28 @@ class _Instance:
         self._next = None
         return True
 
-    def _begin(self, handed: _Handed, now_ns: int) -> None:
-        payloads, rows, _ = handed
+    def _begin_next(self, now_ns: int) -> None:
+        """If there is one."""
+        self._executes = self._next is not None
+        if self._next is None:
+            return
+        (payloads, rows, done), self._next = self._next, None
         columns = zip(*[one.contents.sizes for one in payloads], strict=True)
         sizes = tuple([padded(max(column)) for padded, column in zip(self._lengths, columns, strict=True)])
         # All of a batch have the same key, and so the same size apart from these.
         alone_ns = self._cost(rows, payloads[0].contents.size(sizes), self._random.random())
         duration_ns = round(alone_ns * self._on_begin(len(payloads)).slowdown)
-        self._current = handed
-        self._began_ns, self._ends_ns = now_ns, now_ns + duration_ns
-        self.executed_ns += duration_ns
-        self._clock.at(self._ends_ns, END, self._on_end)
+        prepared_ns = round(duration_ns * self._prepared)
+        # Another slot of the instance may still compute.
+        waited_ns = max(0, self._instance.until_ns - now_ns - prepared_ns)
+        self._ends_ns = self._instance.until_ns = now_ns + waited_ns + duration_ns
+        self._instance.computed_ns += duration_ns - prepared_ns
+        outcome = Outcome(now_ns, self._ends_ns, executed=_Executed([None] * len(payloads), waited_ns))
+        self._clock.at(self._ends_ns, END, partial(self._on_end, done, outcome))
 
-    def _on_end(self, at_ns: int) -> None:
-        assert self._current is not None
-        (payloads, _, done), began_ns = self._current, self._began_ns
-        self._current = None
-        if self._next is not None:
-            following, self._next = self._next, None
-            self._begin(following, at_ns)
-        done(Outcome(began_ns, at_ns, executed=_Executed([None] * len(payloads))))
+    def _on_end(self, done: Done[None], outcome: Outcome[None], at_ns: int) -> None:
+        self._begin_next(at_ns)
+        done(outcome)
 
 
 class _World:
@@ -205,17 +217,16 @@ class _World:
         # When whoever sends has time again.
         self._sender_ns = 0
         self._arrivals: Iterator[Arrival] = iter(())
-        self._instances = [
-            _Instance(self._clock, served, Random(f"{seed} {number}"), self._on_begin)
-            for number in range(served.instances)
-        ]
+        self._instances = [_Instance() for _ in range(served.instances)]
+        slots: dict[AnyRunner, int] = {
+            _Slot(self._clock, served, Random(f"{seed} {place} {slot}"), self._on_begin, instance): place
+            for place, instance in enumerate(self._instances)
+            for slot in range(served.slots)
+        }
         self._batcher: Batcher[_Payload, None] = Batcher(
-            served.policy,
-            self._instances,
-            clock=self._clock,
-            observer=self,
-            shared_limits=SharedQueueLimits(0, 0),
-        )
+            served.policy, [*slots], clock=self._clock, observer=self, shared_limits=SharedQueueLimits(0, 0),
+            instance_of=slots.__getitem__,
+        )  # fmt: skip
         self._latencies_ns: list[int] = []
         self._answered_ns: list[int] = []
         self._batches: Counter[int] = Counter()
@@ -230,7 +241,7 @@ class _World:
         busy_ns = began_ns = 0
         while self._left < self._requests:
             if self._made <= self._first:
-                busy_ns, began_ns = self._executed_ns(), self._clock.now_ns()
+                busy_ns, began_ns = self._computed_ns(), self._clock.now_ns()
             await self._clock.go_on()
         self._batcher.close()
         ended_ns = self._clock.now_ns()
@@ -244,7 +255,7 @@ class _World:
             latencies=Histogram.of(self._latencies_ns),
             refused=self._refused,
             batches=dict(sorted(self._batches.items())),
-            busy=(self._executed_ns() - busy_ns) / max(1, (ended_ns - began_ns) * len(self._instances)),
+            busy=(self._computed_ns() - busy_ns) / max(1, (ended_ns - began_ns) * len(self._instances)),
         )
 
     def on_drop(self, drop: Drop) -> None:
@@ -259,8 +270,8 @@ class _World:
         self._costs = self._costs_of(round(self._usual_requests, 1))
         return self._costs
 
-    def _executed_ns(self) -> int:
-        return sum(one.executed_ns for one in self._instances)
+    def _computed_ns(self) -> int:
+        return sum(one.computed_ns for one in self._instances)
 
     def _expect(self, arrivals: Iterable[Arrival]) -> None:
         """All of `arrivals`, up to the last request. Of an open load there is one, and each brings about the next."""

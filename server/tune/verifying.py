@@ -7,12 +7,12 @@ make loads. What is tried is `Try`, so that equal answers give an equal choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried
 from paceline.server.tune.live import Live
-from paceline.server.tune.measuring import TuneError
+from paceline.server.tune.measuring import TuneError, sizes_to_try
 
 __all__ = ["Try", "verified"]
 
@@ -64,13 +64,10 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
         all_of_it = with_load(holding[0], goal)
         holding = [all_of_it, *holding[1:]] if all_of_it.holds else holding
     holding = _ordered(holding, goal, searches=searches)
-    if holding and holding[0].setting.layout.spins:
-        # What spinning costs others shows only between executions, so it isn't simulated: it is tried with the chosen
-        # setting, and with what isn't better, nothing changes.
+    for setting in _variations(holding[0].setting) if holding else ():
         first = holding[0]
-        still = replace(first.setting, layout=replace(first.setting.layout, allow_spinning=False))
-        without = with_load(replace(first, setting=still), first.load or goal)
-        holding = [without, *holding] if without.holds and _is_better(without, first, goal) else holding
+        varied = with_load(replace(first, setting=setting), first.load or goal)
+        holding = [varied, *holding] if varied.holds and _is_better(varied, first, goal) else holding
     if holding and goal.rate and not searches and holding[0].load == goal:
         # Much more than the load that was asked for is easily predicted wrong.
         first = holding[0]
@@ -82,6 +79,16 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
         holding = [first, *holding[1:]]
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
     return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
+
+
+def _variations(setting: Setting) -> Iterator[Setting]:
+    """`setting` with one change each whose worth a simulation doesn't show, so that it is tried or not known."""
+    layout, policy = setting.layout, setting.policy
+    if layout.spins:  # what that costs others shows only between executions
+        yield replace(setting, layout=replace(layout, allow_spinning=False))
+    if layout.gpus and policy.max_batch_rows > 1 and policy.max_batch_requests != 1 and not policy.batch_sizes:
+        # Filling batches up only costs, by what was measured. But each new shape may cost a GPU more.
+        yield replace(setting, policy=replace(policy, batch_sizes=tuple(sizes_to_try(policy.max_batch_rows))))
 
 
 def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:

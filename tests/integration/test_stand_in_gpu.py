@@ -3,6 +3,7 @@ libraries that execute the queued work as late, or in as random an order, as CUD
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,8 +17,9 @@ import pytest
 
 from bench.summary import load
 from paceline.protos import inference_pb2 as pb
+from paceline.protos.model_config_pb2 import ModelInstanceGroup
 from tests import models
-from tests.harness import REPO
+from tests.harness import REPO, run_command
 from tests.integration.stand_in_server import GPUS, Served, libraries, write
 from tests.lengths import LONG
 from tests.polling import eventually
@@ -114,6 +116,36 @@ def test_gpu_whose_kernels_take_time_answers_the_same_and_reports_its_utilizatio
             return 0 < busy[-1] <= 1
 
         eventually(some_of_the_time, "busy")
+
+
+def test_tuned_configuration_serves_on_the_gpu_as_chosen(libraries: Path, tmp_path: Path) -> None:
+    write(tmp_path, "m", "max_batch_size: 2 dynamic_batching { } instance_group { kind: KIND_GPU count: 2 }")
+    load = (
+        "--clients",
+        "4",
+        "--rows",
+        "2",
+        "--requests",
+        "400",
+        "--no-verify",
+        "--format",
+        "json",
+        "--out",
+        str(tmp_path / "chosen"),
+    )
+    # Each execution's kernels take their time one after the other, whichever instance they are of.
+    given = {"LD_LIBRARY_PATH": str(libraries), "STAND_IN_KERNEL_US": "1000", "STAND_IN_IDLE": "1"}
+    run = run_command("tune", str(tmp_path / "m"), *load, env=given)
+    assert run.returncode == 0, run.stderr
+    measured = [f"measuring {what} instances" for what in ("the configured", "1", "3")]
+    assert [line for line in run.stderr.splitlines() if line.startswith("measuring")] == measured
+    found = json.loads(run.stdout)
+    chosen = found["best"][0]
+    assert (found["now"]["instances"], found["now"]["gpus"], chosen["max_batch_size"]) == (2, 1, 2)
+    with Served(tmp_path / "served", libraries, (tmp_path / "chosen").read_text()) as served:
+        served.check(2)
+        (group,) = served.stub.ModelConfig(pb.ModelConfigRequest(name="m")).config.instance_group
+        assert (group.count, group.kind) == (chosen["instances"], ModelInstanceGroup.KIND_GPU)
 
 
 def test_libraries_in_the_folders_of_pypi_packages_are_found(libraries: Path, tmp_path: Path) -> None:

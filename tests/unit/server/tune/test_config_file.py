@@ -61,6 +61,22 @@ def test_spinning_is_switched_off_where_it_was_on() -> None:
     assert config.parameters["session.intra_op.allow_spinning"].string_value == "0"
 
 
+def test_configuration_for_gpus_counts_instances_on_each() -> None:
+    now = replace(NOW, layout=replace(NOW.layout, instances=2, gpus=2), policy=BatchPolicy(max_batch_rows=4))
+    policy = BatchPolicy(max_batch_rows=4, batch_sizes=(1, 2, 4))
+    best = replace(now, layout=replace(now.layout, offline=Offline(3), instances=6), policy=policy)
+    changes = changes_of(now, best)
+    assert [(one.field, one.before, one.after) for one in changes] == [
+        ("instance_group.count", "1", "3"),
+        ("parameters.paceline.batch_sizes", "any", "1,2,4"),
+    ]
+    config = parsed("max_batch_size: 4 dynamic_batching {} instance_group { kind: KIND_GPU }")
+    assert parsed(config_text(config, best, changes, ())) == parsed(
+        """max_batch_size: 4 dynamic_batching {} instance_group { kind: KIND_GPU count: 3 }
+        parameters { key: "paceline.batch_sizes" value { string_value: "1,2,4" } }"""
+    )
+
+
 def test_smaller_batches_leave_nothing_that_is_larger() -> None:
     # A preferred size that is the largest is the same as none.
     now = replace(NOW, policy=BatchPolicy(max_batch_rows=8))

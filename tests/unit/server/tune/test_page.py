@@ -10,7 +10,7 @@ from paceline.clients.load.histogram import Histogram
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune import choosing
-from paceline.server.tune.choosing import Goal, Setting, choose, settings_of
+from paceline.server.tune.choosing import Choice, Goal, Needs, Setting, choose, settings_of
 from paceline.server.tune.config_file import changes_of
 from paceline.server.tune.curve import Curve, Curves
 from paceline.server.tune.live import Live
@@ -64,6 +64,21 @@ def test_each_change_is_set_back_alone() -> None:
     assert set_back["instances and threads"].p99_ns > best.p99_ns
     delayed = set_back["wait for more requests"].setting.policy
     assert delayed == replace(chosen.policy, max_queue_delay_ns=9 * MS)
+    # What allowed sizes are worth isn't simulated, and they don't fit other largest batches.
+    filled = replace(chosen, policy=replace(chosen.policy, batch_sizes=(chosen.policy.max_batch_rows,)))
+    again = asyncio.run(choosing.set_back(filled, NOW, found().goal, SEED, 50))
+    assert {name: one.setting for name, one in again.items()} == {name: one.setting for name, one in set_back.items()}
+
+
+def test_what_would_help_is_of_the_models_devices() -> None:
+    best = replace(found().choice.best[0], is_met=False)
+    for gpus, said in (
+        (0, "2 times the CPUs, or executions that are 3 times as fast: a smaller model, a faster CPU or a GPU."),
+        (1, "2 times the GPUs, or executions that are 3 times as fast: a smaller model or a faster GPU."),
+    ):
+        setting = replace(best.setting, layout=replace(best.setting.layout, gpus=gpus))
+        choice = Choice(best, [replace(best, setting=setting)], 1, needs=Needs(2, 3))
+        assert replace(found(), choice=choice).verdict().endswith(said)
 
 
 def test_page_of_a_goal_that_cannot_be_met_is_whole() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.clients.load.arrivals import Recorded
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.tune.costs import Costs
@@ -52,6 +54,19 @@ async def test_costs_are_those_of_usual_batches() -> None:
     found = await simulate(Served(policy, 1, lambda *_: 1_000, costs), load, requests=900, contents=contents)
     assert found.rows_per_batch > 2
     assert found.latencies.percentile_ns(90) < 30 * MS
+
+
+async def test_full_batches_are_prepared_beside_those_that_compute() -> None:
+    # 6 of 10 ms compute, of full batches one right after the other; of one batch alone there is nothing beside.
+    found = []
+    for clients in (12, 4):
+        one = Served(BatchPolicy(max_batch_rows=4), 1, lambda *_: 10 * MS, slots=2, prepared=0.4)
+        found.append(await simulate(one, Closed(clients), requests=800))
+    full, alone = found
+    assert full.throughput == pytest.approx(4_000 / 6, rel=0.02)
+    assert full.busy == pytest.approx(1, rel=0.02)
+    assert full.latencies.percentile_ns(50) == pytest.approx(18 * MS, rel=0.02)
+    assert alone.latencies.percentile_ns(50) == pytest.approx(10 * MS, rel=0.02)
 
 
 async def test_requests_of_other_keys_share_no_batch() -> None:

@@ -78,6 +78,24 @@ def test_spinning_is_tried_without_and_stays_unless_that_is_better() -> None:
         assert best[0 if spins else 1].setting == spinning.setting
 
 
+def test_allowed_sizes_are_tried_on_gpus_and_stay_if_better() -> None:
+    one = tried(4, 10, 300)
+    on_gpu = replace(one.setting, layout=replace(LAYOUT, gpus=1))
+    own = replace(on_gpu, policy=replace(on_gpu.policy, batch_sizes=(3, 4)))
+    for setting, filled_ms, sizes in (
+        (on_gpu, 9, (1, 2, 4)),
+        (on_gpu, 9.9, ()),
+        (own, 9, (3, 4)),
+        (one.setting, 9, ()),
+    ):
+        best = verified(
+            Choice(tried(1, 30), [replace(one, setting=setting)], 9),
+            GOAL,
+            lambda setting, goal, ms=filled_ms: live(ms if setting.policy.batch_sizes == (1, 2, 4) else 10, goal.load),
+        ).best
+        assert best[0].setting.policy.batch_sizes == sizes
+
+
 def test_less_load_is_tried_until_it_is_served() -> None:
     loads = []
 
