@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from paceline.server.bulk.chunks import refuse_other_schema
 from paceline.server.bulk.listing import Location
-from paceline.server.bulk.plain_types import refuse_other_schema
 from paceline.server.bulk.values import Chunk, FileIndex, Fixed, Unit
 
 __all__ = ["ArrayFormat"]

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
-from paceline.server.bulk.cutting import Pace
+from paceline.server.bulk.chunks import Pace, plain_columns, plain_schema, refuse_other_schema
 from paceline.server.bulk.listing import Location
-from paceline.server.bulk.plain_types import plain_columns, plain_schema, refuse_other_schema
 from paceline.server.bulk.values import Chunk, FileIndex, Fixed, Unit
 
 __all__ = ["ArrowFormat"]

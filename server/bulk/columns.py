@@ -18,8 +18,7 @@ from paceline.backends.spec import fits
 from paceline.clients.description import ModelDescription
 from paceline.clients.messages import TensorMetadata
 from paceline.protos.datatypes import by_name
-from paceline.server.bulk.decoding import Dims, decode, side_by_side, takes
-from paceline.server.bulk.encoding import arrow_type, cut, encode
+from paceline.server.bulk.conversion import Dims, arrow_type, cut, decode, encode, side_by_side, takes
 from paceline.server.bulk.rows import Rows, Tensor
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, FlagError, Places, Results, Table
 

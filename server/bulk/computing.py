@@ -20,11 +20,11 @@ from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.dry_run import DryRun, counted
 from paceline.server.bulk.folder import JobFolder
+from paceline.server.bulk.memory import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.models import EngineModel, engine_model
 from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
 from paceline.server.bulk.server_model import server_model
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.sizing import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.unit_work import Blocking, UnitWork
 from paceline.server.bulk.values import (
     BadRow,

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from paceline.server.bulk.plain_types import one_batch, refuse_other_schema
-from paceline.server.bulk.text_files import RowParser, parse_rows
-from paceline.server.bulk.text_rows import QuoteSplitter, Splitter
+from paceline.server.bulk.chunks import one_batch, refuse_other_schema
+from paceline.server.bulk.text_files import QuoteSplitter, RowParser, Splitter, parse_rows
 from paceline.server.bulk.values import BulkError
 
 __all__ = ["Csv"]

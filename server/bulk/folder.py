@@ -29,8 +29,8 @@ from uuid import uuid4
 
 import pyarrow as pa
 
-from paceline.server.bulk.differences import Plain, differences, files_differ, plain
 from paceline.server.bulk.durable import Locks, explained, publish, put, remove, sync_folder
+from paceline.server.bulk.fingerprint import Plain, differences, files_differ, plain
 from paceline.server.bulk.values import ALONE, BadRow, BulkError, FileIndex, Fixed, FlagError, InputFile, Shard, Unit
 from paceline.server.bulk.writers import FORMATS, open_writer
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pyarrow.json as pajson
 
-from paceline.server.bulk.plain_types import one_batch
-from paceline.server.bulk.text_files import RowParser
-from paceline.server.bulk.text_rows import LineSplitter, Splitter
+from paceline.server.bulk.chunks import one_batch
+from paceline.server.bulk.text_files import LineSplitter, RowParser, Splitter
 
 __all__ = ["JsonLines"]
 

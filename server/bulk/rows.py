@@ -1,7 +1,7 @@
 """A chunk's rows as a model takes them.
 
 Lives here: which rows are good, how large they are, and how some of them become the inputs of one call. Must not: know
-columns (`decoding.py`), or choose which rows share a call (`batches.py`).
+columns (`conversion.py`), or choose which rows share a call (`batches.py`).
 """
 
 from __future__ import annotations

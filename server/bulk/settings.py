@@ -11,12 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.clients.options import ConnectionOptions
-
-if TYPE_CHECKING:  # it needs pyarrow, and these don't
-    from paceline.server.bulk.differences import Plain
 
 __all__ = ["COMPLETIONS", "INDEX", "BulkSettings", "MaxBad", "parse_max_bad", "parse_memory", "parse_shard"]
 
@@ -83,21 +79,6 @@ class BulkSettings:
     resumes: bool = True
     allow_python_models: bool = False
     execution_timeout_s: float = 0.0
-
-    @property
-    def asked(self) -> Mapping[str, Plain]:
-        """What of this the output depends on, as plain values: the same for all starts and shards of a job."""
-        return {
-            "map": dict(self.columns),
-            "keep": list(self.keep),
-            "output": [f"{column}={name}" for column, name in self.outputs.items()],  # columns are in this order
-            "binary": list(self.binary),
-            "parameter": dict(self.parameters),
-            "format": self.format,
-            "batch": self.batch_rows or "auto",
-            "rows-per-part": self.unit_rows or "auto",
-            "sort-by-length": self.sort_by_length,
-        }
 
 
 def parse_memory(text: str) -> int:

@@ -1,6 +1,7 @@
 """The job's input: which files there are, of which format, and their rows.
 
-Lives here: the choice of the format, and `FileSource`, which reads the files of one. Must not: know what is inside.
+Lives here: the choice of the format, `FileSource`, which reads the files of one, and `FileRows`, to which each file is
+a row. Must not: know what is inside, list files.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from functools import cached_property
 from threading import Lock
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from paceline.server.bulk.array_files import ArrayFormat
 from paceline.server.bulk.arrow_files import ArrowFormat
+from paceline.server.bulk.chunks import Walk, cut
 from paceline.server.bulk.csv_files import Csv
-from paceline.server.bulk.cutting import Walk, cut
-from paceline.server.bulk.file_rows import FileRows
 from paceline.server.bulk.json_files import JsonLines
 from paceline.server.bulk.listing import Location, find_locations
+from paceline.server.bulk.memory import too_large
 from paceline.server.bulk.parquet_files import ParquetFormat
 from paceline.server.bulk.text_files import COMPRESSIONS, TextFormat
-from paceline.server.bulk.values import BulkError, Chunk, FileIndex, Fixed, InputFile, Source, Unit
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, InputFile, Source, Unit
 
-__all__ = ["FORMATS", "FileSource", "Format", "find_source"]
+__all__ = ["FORMATS", "FileRows", "FileSource", "Format", "find_source"]
 
 
 class Format(Protocol):
@@ -208,3 +210,70 @@ class FileSource:
         with self._lock:
             self._kept.append((key, walk))
             del self._kept[: max(0, len(self._kept) + self._reading - 1 - self._most_reading)]
+
+
+_MOST_FILES = 256
+
+
+class FileRows:
+    """Of an input file, the size is that of all of its files, and the time that of the last one."""
+
+    schema = pa.schema([("path", pa.string()), ("bytes", pa.binary())])
+
+    def __init__(self, listed: Sequence[tuple[str, Sequence[Location]]]) -> None:
+        self._places = [places for _, places in listed]
+        self.files: Sequence[InputFile] = tuple(
+            InputFile(
+                index,
+                pattern,
+                sum(place.size_bytes for place in places),
+                max((place.changed_ns for place in places), default=0),
+            )
+            for index, (pattern, places) in enumerate(listed)
+        )
+
+    def index(self, file: InputFile, unit_rows: int) -> FileIndex:
+        return FileIndex(len(self._places[file.index]))
+
+    def chunks(self, unit: Unit, columns: Sequence[str], fixed: Fixed) -> Iterator[Chunk]:
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        return cut(self._pieces(unit, schema, fixed), fixed)
+
+    def held_bytes(self, columns: Sequence[str]) -> int:
+        return 0
+
+    def place(self, file: InputFile, number: int) -> tuple[str, int]:
+        return self._places[file.index][number].shown, 0
+
+    def _pieces(self, unit: Unit, schema: pa.Schema, fixed: Fixed) -> Iterator[Chunk]:
+        rows, bad, held_bytes = list[tuple[int, str, bytes]](), list[BadRow](), 0
+        for number in range(unit.begin, unit.end):
+            place = self._places[unit.file.index][number]
+            content = _content(place, fixed.chunk_bytes) if "bytes" in schema.names else b""
+            if isinstance(content, str):
+                bad.append(BadRow(number, content))
+            else:
+                rows.append((number, place.shown, content))
+                held_bytes += len(content)
+            if held_bytes > fixed.chunk_bytes / 4 or len(rows) + len(bad) == _MOST_FILES or number == unit.end - 1:
+                values = {"path": [row[1] for row in rows], "bytes": [row[2] for row in rows]}
+                table = pa.RecordBatch.from_pydict({name: values[name] for name in schema.names}, schema)
+                yield Chunk(table, np.array([row[0] for row in rows], np.int64), tuple(bad))
+                rows, bad, held_bytes = [], [], 0
+
+
+def _content(place: Location, most_bytes: int) -> bytes | str:
+    """What the file has in it, or why that can't be a row. Raises BulkError if that is no fault of the file's."""
+    if place.size_bytes > most_bytes:
+        return too_large(f"the file has {place.size_bytes} bytes", most_bytes)
+    try:
+        with place.system.open_input_file(place.path) as file:
+            content: bytes = file.read()
+        now = place.current()
+    except PermissionError as error:
+        return f"the file can't be read: {error}"
+    except (OSError, pa.ArrowException) as error:
+        raise BulkError(f"{place.shown} can't be read: {error}") from None
+    if (len(content), now.changed_ns) != (place.size_bytes, place.changed_ns):
+        raise BulkError(f"{place.shown} has changed since the job began")
+    return content

@@ -1,19 +1,20 @@
-"""How far a job is and how fast: what its parts count, and what follows from that at a time.
+"""How far a job is and how fast: what its parts count, what follows from that at a time, and when rows at fault end it.
 
-Lives here: the counts, and pure arithmetic. Must not: clocks, output (progress.py, summary.py). The rule: what earlier
-starts have finished is progress, but never speed.
+Lives here: the counts, and pure arithmetic. Must not: clocks, output (progress.py, summary.py), or finding such rows.
+The rule: what earlier starts have finished is progress, but never speed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.server.bulk.values import BadRow
+from paceline.server.bulk.settings import BulkSettings
+from paceline.server.bulk.values import BadRow, BulkError, Source, Unit
 
-__all__ = ["Figures", "Pace", "Reasons", "Tally"]
+__all__ = ["Figures", "Judge", "Pace", "Reasons", "Tally"]
 
 _WINDOW_NS = 30_000_000_000
 _MOST_REASONS = 1_000
@@ -168,3 +169,25 @@ class Pace:
             padding=tally.padding,
             left_s=max(0, total - rows_done) / rows_per_s if rows_per_s and total is not None else None,
         )
+
+
+class Judge:
+    """By what `settings` allow, and what `tally` has counted so far."""
+
+    def __init__(self, settings: BulkSettings, tally: Tally, source: Source) -> None:
+        self._settings, self._tally, self._source = settings, tally, source
+
+    def __call__(self, unit: Unit, bad: Sequence[BadRow]) -> None:
+        """Raises BulkError if the job ends because of rows at fault, of which `bad` are new."""
+        if not bad:
+            return
+        settings, tally = self._settings, self._tally
+        file, row = self._source.place(unit.file, bad[0].number)
+        if settings.fails_on_bad:
+            raise BulkError(f"{file}, row {row}: {bad[0].reason}")
+        count, read = tally.rows_bad_before + tally.rows_bad, tally.rows_before + tally.rows_read
+        if settings.max_bad.is_exceeded(count, read):
+            raise BulkError(
+                f"more rows are at fault than the {settings.max_bad} of --max-bad; one of them, "
+                f"{file}, row {row}: {bad[0].reason}"
+            )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from paceline.server.bulk.differences import Plain
+from paceline.server.bulk.fingerprint import Plain
 from paceline.server.bulk.folder import JobFolder, Mark, Start
 from paceline.server.bulk.values import ALONE, BadRow, FileIndex, Fixed, InputFile, Shard, Unit, units_of
 

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.server.bulk.differences import Plain, differences
 from paceline.server.bulk.durable import explained
+from paceline.server.bulk.fingerprint import Plain, differences
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Shard

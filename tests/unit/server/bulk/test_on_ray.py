@@ -11,11 +11,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from paceline.server.bulk.folder import Mark
-from paceline.server.bulk.judge import Judge
 from paceline.server.bulk.on_ray import OnRay, RayUnits, Room, room
 from paceline.server.bulk.ray_actor import Done
 from paceline.server.bulk.settings import BulkSettings, MaxBad
-from paceline.server.bulk.tally import Tally
+from paceline.server.bulk.tally import Judge, Tally
 from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Unit
 from tests.ports import free_port
 

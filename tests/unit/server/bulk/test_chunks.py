@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.bulk.plain_types import plain_columns, plain_schema, row_bytes
+from paceline.server.bulk.chunks import plain_columns, plain_schema, row_bytes
 
 TEXTS = ["a", None, "bcd", "a"]
 LISTS = [["a", None], [], None, ["bcd"]]
