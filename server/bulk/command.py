@@ -73,13 +73,6 @@ class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer cl
         return number
 
 
-def _shard(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, int]:
-    try:
-        return parse_shard(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
-
-
 def _target(context: click.Context, parameter: click.Parameter, server: str) -> str:
     if not server:
         return ""
@@ -134,7 +127,7 @@ _OPTIONS = (
         metavar="BYTES", help="Most memory for rows, beyond the loaded model."),
     _flag("--sort-by-length", is_flag=True,
         help="Batch rows of similar length; the output keeps the input's order."),
-    _flag("--shard", callback=_shard, metavar="K/N",
+    _flag("--shard", callback=_read(parse_shard), metavar="K/N",
         help="Do only the K-th of N shards of the job, from 0; by default Kubernetes' JOB_COMPLETION_INDEX."),
     _flag("--server", default="", callback=_target, metavar="HOST[:PORT]",
         help="Let this server compute; MODEL is then the name of its model."),

@@ -16,14 +16,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from paceline.backends.base import Backend
-from paceline.server.bulk.computing import Computing
-from paceline.server.bulk.dry_run import DryRun
+from paceline.server.bulk.computing import Blocking, Computing, UnitWork
 from paceline.server.bulk.fingerprint import Plain, fingerprint
 from paceline.server.bulk.folder import JobFolder, Start, Totals
+from paceline.server.bulk.report import DryRun
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Judge, Tally
-from paceline.server.bulk.unit_work import Blocking, UnitWork
 from paceline.server.bulk.values import ALONE, BulkError, Fixed, Shard, Source, Unit, units_of
 
 if TYPE_CHECKING:

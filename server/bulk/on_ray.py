@@ -20,13 +20,13 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 
+from paceline.server.bulk.computing import Blocking
 from paceline.server.bulk.fingerprint import Plain
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.memory import units_at_once
 from paceline.server.bulk.ray_actor import Actor, Done, Errand
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.tally import Judge, Tally
-from paceline.server.bulk.unit_work import Blocking
 from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
 
 __all__ = ["Handle", "OnRay", "RayUnits", "Room", "room"]

@@ -14,14 +14,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from paceline.server.bulk.computing import Computing
+from paceline.server.bulk.computing import Blocking, Computing, UnitWork
 from paceline.server.bulk.fingerprint import Plain, differences, files_differ, fingerprint, plain
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.memory import give_back_when_freed
 from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Judge, Tally
-from paceline.server.bulk.unit_work import Blocking, UnitWork
 from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Shard, Source, Unit
 
 __all__ = ["Actor", "Done", "Errand"]

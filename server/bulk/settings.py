@@ -14,7 +14,16 @@ from pathlib import Path
 
 from paceline.clients.options import ConnectionOptions
 
-__all__ = ["COMPLETIONS", "INDEX", "BulkSettings", "MaxBad", "parse_max_bad", "parse_memory", "parse_shard"]
+__all__ = [
+    "COMPLETIONS",
+    "INDEX",
+    "BulkSettings",
+    "MaxBad",
+    "Parameters",
+    "parse_max_bad",
+    "parse_memory",
+    "parse_shard",
+]
 
 Parameters = Mapping[str, bool | int | float | str]
 

@@ -1,6 +1,6 @@
 """How far a job is and how fast: what its parts count, what follows from that at a time, and when rows at fault end it.
 
-Lives here: the counts, and pure arithmetic. Must not: clocks, output (progress.py, summary.py), or finding such rows.
+Lives here: the counts, and pure arithmetic. Must not: clocks, output (foreground.py, report.py), or finding such rows.
 The rule: what earlier starts have finished is progress, but never speed.
 """
 

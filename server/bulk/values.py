@@ -34,7 +34,6 @@ __all__ = [
     "Fixed",
     "FlagError",
     "InputFile",
-    "Parameters",
     "Places",
     "Results",
     "Shard",
@@ -46,7 +45,6 @@ __all__ = [
 
 Places = npt.NDArray[np.int64]
 """Places of rows in a chunk, from 0."""
-Parameters = Mapping[str, bool | int | float | str]
 
 
 class BulkError(Exception):

@@ -15,8 +15,9 @@ from onnxruntime import InferenceSession
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import Array, Tensors
 from paceline.clients.options import ConnectionOptions
-from paceline.server.bulk.server_model import ServerModel, server_model
-from paceline.server.bulk.values import BulkError, Parameters
+from paceline.server.bulk.models import ServerModel, server_model
+from paceline.server.bulk.settings import Parameters
+from paceline.server.bulk.values import BulkError
 from paceline.server.config import Settings
 from paceline.server.limits import Limits
 from tests import decoder_models, models

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from paceline.server.bulk.columns import Columns
+from paceline.server.bulk.computing import UnitWork
 from paceline.server.bulk.folder import Mark
 from paceline.server.bulk.tally import Tally
-from paceline.server.bulk.unit_work import UnitWork
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, InputFile, Unit
 from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on
 from tests.unit.server.bulk.folders import FILES, FIXED, UNITS, opened

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from paceline.scheduler.testing import ManualClock
-from paceline.server.bulk.progress import Progress, ProgressKind
+from paceline.server.bulk.foreground import Progress, ProgressKind
 from paceline.server.bulk.tally import Tally
 from paceline.server.bulk.values import BadRow
 from tests.polling import eventually_async
