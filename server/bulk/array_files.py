@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -147,10 +148,6 @@ def _opened(place: Location) -> Iterator[_Openers]:
                 return
             with zipfile.ZipFile(file) as entries:
                 names = [name for name in entries.namelist() if name.endswith(".npy")]
-                yield {name.removesuffix(".npy"): _entry(entries, name) for name in names}
+                yield {name.removesuffix(".npy"): partial(entries.open, name) for name in names}
         except _FAULTS as error:
             raise pa.ArrowInvalid(str(error)) from None
-
-
-def _entry(entries: zipfile.ZipFile, name: str) -> Callable[[], _Readable]:
-    return lambda: entries.open(name)

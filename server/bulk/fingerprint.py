@@ -22,7 +22,7 @@ from paceline.server.bulk.models import model_paths
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.values import BulkError
 
-__all__ = ["Plain", "differences", "files_differ", "fingerprint", "plain"]
+__all__ = ["Plain", "differences", "files_differ", "fingerprint"]
 
 
 def fingerprint(settings: BulkSettings) -> Mapping[str, Plain]:
@@ -79,15 +79,12 @@ _NAMED = 3
 """How many files are named of those that differ."""
 
 
-def plain(values: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """As it comes back from a file: only then can two be compared."""
-    return cast(Mapping[str, Plain], json.loads(json.dumps(values)))
-
-
 def differences(old: Mapping[str, Plain], new: Mapping[str, Plain]) -> list[str]:
     """Phrases such as "with --batch 32, got 64". A value is a flag's, by its name without dashes; that of "model"
     has digests of its files by their names."""
     found: list[str] = []
+    # As they come back from a file: only then can two be compared.
+    old, new = (cast(Mapping[str, Plain], json.loads(json.dumps(one))) for one in (old, new))
     before, now = _flags(old), _flags(new)
     for name in dict.fromkeys([*before, *now]):
         if name not in before:

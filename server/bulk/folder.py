@@ -30,7 +30,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from paceline.server.bulk.durable import Locks, explained, publish, put, remove, sync_folder
-from paceline.server.bulk.fingerprint import Plain, differences, files_differ, plain
+from paceline.server.bulk.fingerprint import Plain, differences, files_differ
 from paceline.server.bulk.values import ALONE, BadRow, BulkError, FileIndex, Fixed, FlagError, InputFile, Shard, Unit
 from paceline.server.bulk.writers import FORMATS, open_writer
 
@@ -243,7 +243,7 @@ class JobFolder:
 
     def _job(self, fingerprint: Mapping[str, Plain], files: Sequence[InputFile]) -> _Job:
         """As it is before it begins."""
-        named = plain({**fingerprint, "output-format": self._format})
+        named = {**fingerprint, "output-format": self._format}
         facts: list[list[str | int]] = []
         for file in files:  # by their whole paths, as the job may go on in another folder
             path = file.path if "://" in file.path else os.path.abspath(file.path)

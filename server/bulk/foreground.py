@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, fields
-from enum import StrEnum
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from types import TracebackType
@@ -37,7 +36,7 @@ from paceline.server.tuning import SWITCH_INTERVAL_S, new_loop
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Progress", "ProgressKind", "dry_run_in_foreground", "run_in_foreground"]
+__all__ = ["Progress", "dry_run_in_foreground", "run_in_foreground"]
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ def _shown(progress: str, work: Callable[[Tally], Coroutine[object, object, T]])
     tally = Tally()
 
     async def run() -> T:
-        async with Progress(tally, ProgressKind(progress), sys.stderr, monotonic_ns):
+        async with Progress(tally, progress, sys.stderr, monotonic_ns):
             log.configure("warning", "text")  # above the bar, if there is one
             logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
             return await work(tally)
@@ -109,18 +108,7 @@ async def _told(
             outcome = Outcome.FINISHED
     ended = monotonic()
     computing_s = ended - job.computing_since if job.computing_since else 0.0
-    summary = Summary(
-        outcome,
-        why,
-        settings.model,
-        settings.out,
-        settings.shard,
-        ended - began,
-        computing_s,
-        peak_bytes(),
-        tally,
-    )
-    return summary, status
+    return Summary(outcome, why, settings, ended - began, computing_s, peak_bytes(), tally), status
 
 
 async def _foretold(
@@ -161,16 +149,6 @@ async def _until_signal(work: Coroutine[object, object, T]) -> T | signal.Signal
 _LOOK_S = 1.0
 
 
-class ProgressKind(StrEnum):
-    """As `--progress` names them. `AUTO`: a bar on a terminal, lines elsewhere."""
-
-    AUTO = "auto"
-    BAR = "bar"
-    LINES = "lines"
-    JSON = "json"
-    NONE = "none"
-
-
 class _Display(Protocol):
     interval_s: float
 
@@ -181,10 +159,11 @@ class _Display(Protocol):
 
 class Progress:
     """An asynchronous context in which `tally` is shown on `out`, if there is one: when it begins, every now and then,
-    and when it ends. It draws on the event loop, so `out` mustn't block (`take_stderr`). While there is a bar, what
-    Python writes to `sys.stderr` appears above it, so a log is to be configured within."""
+    and when it ends. `kind` is as `--progress` names them; "auto": a bar on a terminal, lines elsewhere. It draws on
+    the event loop, so `out` mustn't block (`take_stderr`). While there is a bar, what Python writes to `sys.stderr`
+    appears above it, so a log is to be configured within."""
 
-    def __init__(self, tally: Tally, kind: ProgressKind, out: TextIO | None, now_ns: Callable[[], int]) -> None:
+    def __init__(self, tally: Tally, kind: str, out: TextIO | None, now_ns: Callable[[], int]) -> None:
         self._tally = tally
         self._now_ns = now_ns
         self._pace = Pace(now_ns())
@@ -222,13 +201,13 @@ class Progress:
             waited = self._tally.waiting
 
 
-def _display(kind: ProgressKind, out: TextIO | None) -> _Display | None:
-    if out is None or kind is ProgressKind.NONE:
+def _display(kind: str, out: TextIO | None) -> _Display | None:
+    if out is None or kind == "none":
         return None
-    if kind is ProgressKind.JSON:
+    if kind == "json":
         return _Lines(out, 1.0, _json)
     on_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-    if kind is ProgressKind.BAR or (kind is ProgressKind.AUTO and on_terminal):
+    if kind == "bar" or (kind == "auto" and on_terminal):
         return _Bar(out)
     return _Lines(out, 10.0, _text)
 

@@ -61,7 +61,7 @@ class Job:
                 tally.rows = tally.rows_before = folder.finished.rows + folder.finished.bad
                 tally.rows_bad_before, tally.planned_share = folder.finished.bad, 1.0
                 return folder.finished
-            if not await blocking(_has_columns, source):
+            if not (await blocking(lambda: source.schema)).names:  # files of text without any row have none
                 return await blocking(folder.finish, 0)
             tally.doing = "loading the model"
             async with computing.units(source, folder, fixed, Judge(settings, tally, source)) as work:
@@ -173,11 +173,6 @@ class _Plan:
         async with self._changed:
             await self._changed.wait_for(lambda: self._left or self._ended)
             return self._left.popleft() if self._left else None
-
-
-def _has_columns(source: Source) -> bool:
-    """Files of text without any row have none."""
-    return bool(source.schema.names)
 
 
 class _NotBegun(Exception):

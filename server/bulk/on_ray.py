@@ -113,7 +113,8 @@ class OnRay:
             # Ray has taken the signal that asks for a job's end.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             signal.siginterrupt(signal.SIGTERM, False)
-            self._room = found = room(_nodes(), settings.ray_actors, settings.ray_actor_cpus, settings.ray_actor_gpus)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            self._room = found = room(nodes, settings.ray_actors, settings.ray_actor_cpus, settings.ray_actor_gpus)
             errand = Errand(settings, os.getcwd(), self._facts, source.files, found.cpus)
             options = {"num_cpus": found.cpus, "num_gpus": found.gpus, "max_restarts": -1}
             actor = ray.remote(Actor).options(**options, scheduling_strategy="SPREAD")
@@ -254,8 +255,3 @@ def _init(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise BulkError(f"--ray {address}: {error}") from error
-
-
-def _nodes() -> Sequence[Mapping[str, float]]:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"] for node in nodes if node["Alive"]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.server.bulk.computing import Blocking, Computing, UnitWork
-from paceline.server.bulk.fingerprint import Plain, differences, files_differ, fingerprint, plain
+from paceline.server.bulk.fingerprint import Plain, differences, files_differ, fingerprint
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.memory import give_back_when_freed
 from paceline.server.bulk.settings import BulkSettings, MaxBad
@@ -108,7 +108,7 @@ class Actor:
         except BulkError as error:
             raise BulkError(f"on {_here()}: {error}") from error
         theirs, ours = (_facts(files) for files in (errand.files, source.files))
-        found = [*differences(plain(errand.facts), plain(facts)), *files_differ(theirs, ours)]
+        found = [*differences(errand.facts, facts), *files_differ(theirs, ours)]
         if found:
             raise BulkError(f"{_here()} has another model or input than the driver, whose job is {'; '.join(found)}")
         return source

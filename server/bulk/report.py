@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -174,9 +173,7 @@ class Summary:
 
     outcome: Outcome
     why: str
-    model: str
-    out: Path
-    shard: tuple[int, int]
+    settings: BulkSettings
     elapsed_s: float
     computing_s: float
     peak_memory_bytes: int
@@ -204,7 +201,8 @@ class Summary:
             lines.append(f"at fault: {several(rows_bad, 'row')} ({100 * rows_bad / max(1, read):.2g} %{of}{earlier})")
             lines += [f"{count:>12,}  {reason}" for reason, count in tally.reasons.commonest(_SHOWN_REASONS)]
         lines.append(f"in all: {duration(self.elapsed_s)}, {size(self.peak_memory_bytes)} of memory at most")
-        lines.append(f"output: {self.out}" + (f", rows at fault: {self.out / '_bad'}" if rows_bad else ""))
+        out = self.settings.out
+        lines.append(f"output: {out}" + (f", rows at fault: {out / '_bad'}" if rows_bad else ""))
         return "\n".join([*lines, *self._next(rows_bad)])
 
     def as_json(self) -> str:
@@ -214,10 +212,10 @@ class Summary:
         found = {
             "outcome": self.outcome,
             "why": self.why,
-            "model": self.model,
-            "out": str(self.out),
-            "shard": self.shard[0],
-            "shards": self.shard[1],
+            "model": self.settings.model,
+            "out": str(self.settings.out),
+            "shard": self.settings.shard[0],
+            "shards": self.settings.shard[1],
             "units": tally.units,
             "units_before": tally.units_before,
             "units_done": tally.units_done,
@@ -262,9 +260,8 @@ class Summary:
             return [f"next: start it again to go on{kept}"] if done or self.outcome is Outcome.STOPPED else []
         lines = []
         if self.outcome is Outcome.SHARD_FINISHED:
-            lines.append(
-                f"next: this was shard {self.shard[0]} of {self.shard[1]}; _SUCCESS appears with the last part"
-            )
+            shard, shards = self.settings.shard
+            lines.append(f"next: this was shard {shard} of {shards}; _SUCCESS appears with the last part")
         if rows_bad:
             lines.append("next: see why rows are at fault; --retry-bad does the parts again that have such rows")
         return lines

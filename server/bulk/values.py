@@ -206,9 +206,6 @@ class Shard:
         if not 0 <= self.number < self.count:
             raise BulkError(f"shard {self.number} of {self.count}: expected a number from 0 to {self.count - 1}")
 
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
     @property
     def file_name(self) -> str:
         return f"{self.number}-of-{self.count}"

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.server.bulk.durable import explained
-from paceline.server.bulk.fingerprint import Plain, differences
+from paceline.server.bulk.fingerprint import Plain, differences, fingerprint
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Shard
@@ -185,9 +185,9 @@ def test_values_that_look_alike_are_told_apart(old: dict[str, Plain], new: dict[
 
 
 def test_order_of_outputs_is_a_jobs() -> None:
-    one = BulkSettings("m.onnx", ("in.csv",), Path("out"), outputs={"a": "y", "b": "y"})
+    one = BulkSettings("m", ("in.csv",), Path("out"), outputs={"a": "y", "b": "y"}, server="host:8001")
     other = replace(one, outputs={"b": "y", "a": "y"})
-    assert differences(one.asked, other.asked) == ["with --output a=y,b=y, got b=y,a=y"]
+    assert differences(fingerprint(one), fingerprint(other)) == ["with --output a=y,b=y, got b=y,a=y"]
 
 
 def test_same_model_of_a_server_goes_on(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def summary(**counts: float) -> Summary:
     counts = {"rows_executed": counts.get("rows_read", 0), **counts}
     for name, count in counts.items():
         setattr(tally, name, count)
-    return Summary(Outcome.FINISHED, "", "magika", Path("out"), (0, 1), 90.0, 80.0, 300 << 20, tally)
+    return Summary(Outcome.FINISHED, "", BulkSettings("magika", (), Path("out")), 90.0, 80.0, 300 << 20, tally)
 
 
 def whole() -> Summary:
@@ -236,7 +236,8 @@ def test_job_that_failed_at_once_advises_nothing() -> None:
 
 
 def test_finished_shard_says_that_others_are_left() -> None:
-    one = replace(whole(), outcome=Outcome.SHARD_FINISHED, shard=(2, 8))
+    settings = BulkSettings("magika", (), Path("out"), shard=(2, 8))
+    one = replace(whole(), outcome=Outcome.SHARD_FINISHED, settings=settings)
     assert one.text().splitlines()[-1] == "next: this was shard 2 of 8; _SUCCESS appears with the last part"
 
 
