@@ -57,7 +57,7 @@ class Sizes:
     """How much is done. `given`: settings of the jobs that save the time to find out, where only their end counts."""
 
     def __init__(self, *, quick: bool) -> None:
-        self.hidden = 16 if quick else 1_536
+        self.hidden = 16 if quick else 1_792
         self.encoder = text_model.QUICK if quick else text_model.FULL
         self.most_rows = 2_000 if quick else 2_000_000
         self.texts = 64 if quick else 2_048

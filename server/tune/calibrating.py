@@ -7,6 +7,7 @@ lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -26,9 +27,17 @@ _MOST_WAITS, _STEPS = 16.0, 9
 """The event loop's waits are found to a 512th of the most that is looked for."""
 
 
-async def calibrated(setting: Setting, goal: Goal, arrivals: Arrivals | None, live: Live, warmup_s: float) -> Costs:
+async def calibrated(
+    setting: Setting,
+    goal: Goal,
+    arrivals: Arrivals | None,
+    live: Live,
+    warmup_s: float,
+    among: Callable[[Costs], Sequence[Costs]],
+) -> Sequence[Costs]:
     """What the load of `goal` costs with `setting`, of which `live` is what that met, after a warm-up of `warmup_s`.
-    Raises TuneError if it met nothing.
+    `among` says what all costs are, with these: batches aren't all as large as on average. Raises TuneError if it met
+    nothing.
 
     How much longer executions take is known, and so is what a request costs the event loop and the sender. What is left
     of the latencies, the event loop has waited: so long that the same load, simulated, takes as long.
@@ -48,11 +57,11 @@ async def calibrated(setting: Setting, goal: Goal, arrivals: Arrivals | None, li
     low, high = 0.0, _MOST_WAITS
     for _ in range(_STEPS):
         costs = replace(costs, waits=(low + high) / 2)
-        served = replace(setting, layout=replace(layout, costs=[costs])).served
+        served = replace(setting, layout=replace(layout, costs=among(costs))).served
         found = await simulate(served, load, requests=count, contents=goal.contents, warmup=warmup_s / whole_s)
         is_longer = _usual_ns(found.latencies) > _usual_ns(live.latencies)
         low, high = (low, costs.waits) if is_longer else (costs.waits, high)
-    return replace(costs, waits=low)
+    return among(replace(costs, waits=low))
 
 
 def _usual_ns(latencies: Histogram) -> float:

@@ -17,6 +17,8 @@ __all__ = ["APART", "why"]
 APART: Final = 1.2
 """A prediction that is further off than so many times is explained."""
 _BUSY, _NEAR, _LATE, _FEW = 0.85, 0.85, 0.1, 1_000
+_LONGER: Final = 1.1
+"""What is part of a latency needn't be as far off as all of it is."""
 
 _Check = Callable[[Tried, Live], str]
 """A sentence without its end if that is a cause; else nothing."""
@@ -85,6 +87,11 @@ def _saturation(one: Tried, live: Live) -> str:
     return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
 
 
+def _wait(one: Tried, live: Live) -> str:
+    delay_ms = one.setting.policy.max_queue_delay_ns / 1e6
+    return f"what a wait of {delay_ms:.3g} ms for more requests does was only simulated" if delay_ms else ""
+
+
 def _few(one: Tried, live: Live) -> str:
     count = live.latencies.count
     return f"only {count} requests were answered, too few for a 99th percentile" if count < _FEW else ""
@@ -98,7 +105,9 @@ def _halves(one: Tried, live: Live) -> str:
 
 
 def _times(ratio: float, what: str) -> str:
-    return "" if 1 / APART <= ratio <= APART else f"{what} {ratio:.2f} times as long as when that was measured before"
+    if 1 / _LONGER <= ratio <= _LONGER:
+        return ""
+    return f"{what} {ratio:.2f} times as long as when that was measured before"
 
 
 def _requests(live: Live) -> float:
@@ -107,4 +116,4 @@ def _requests(live: Live) -> float:
 
 
 # What disturbs comes first, then what is simulated wrongly, then what can't be known better.
-_CHECKS: Final[tuple[_Check, ...]] = (_others, _sender, _batches, _executions, _loop, _saturation, _few, _halves)
+_CHECKS: Final[tuple[_Check, ...]] = (_others, _sender, _batches, _executions, _loop, _saturation, _few, _halves, _wait)

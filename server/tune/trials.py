@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -73,8 +73,14 @@ class Trials:
         fill whatever batches may have, small ones, or large."""
         at_once = self._at_once(layout, goal)
         clients = Goal(clients=goal.clients or _MANY_CLIENTS, contents=goal.contents)
-        places = sorted({0, len(at_once) // 2, len(at_once) - 1})
-        return replace(layout, costs=joined([self._costs(at_once[place], clients, seconds) for place in places]))
+        costs: Sequence[Costs] = ()
+        for place in sorted({0, len(at_once) // 2, len(at_once) - 1}):
+
+            def among(given: Costs, known: Sequence[Costs] = costs) -> Sequence[Costs]:
+                return joined([*known, given])
+
+            costs = self._costs(at_once[place], clients, seconds, among)
+        return replace(layout, costs=costs)
 
     def beside_rate(self, layout: Layout, goal: Goal, seconds: float) -> Layout:
         """`layout`, of which it is known what clients cost, with what the rate of `goal` costs, or as much of it as
@@ -82,24 +88,30 @@ class Trials:
         setting = self._at_once(layout, goal)[-1]
         # At random: a recording may have nothing within seconds, the more so if it is slower than it was.
         rate = min(goal.rate, _BUSY * setting.most_per_s(goal.mean_rows))
-        given = self._costs(setting, replace(goal, rate=rate, recorded=None), seconds)
-        # With smaller batches, requests cost more, with larger ones less. But only clients come all at once, and wait
-        # for each other.
-        others = [replace(one, waits=given.waits) for one in layout.costs if not alike(one, given)]
-        return replace(layout, costs=joined([given, *others]))
+
+        def among(given: Costs) -> Sequence[Costs]:
+            # With smaller batches, requests cost more, with larger ones less. But only clients come all at once, and
+            # wait for each other.
+            others = [replace(one, waits=given.waits) for one in layout.costs if not alike(one, given)]
+            return joined([given, *others])
+
+        costs = self._costs(setting, replace(goal, rate=rate, recorded=None), seconds, among)
+        return replace(layout, costs=costs)
 
     def _at_once(self, layout: Layout, goal: Goal) -> list[Setting]:
         """Settings that wait for nothing, the one with the largest batches last."""
         found = settings_of([layout], self._now.policy, goal)
         return [one for one in found if not one.policy.max_queue_delay_ns]
 
-    def _costs(self, setting: Setting, goal: Goal, seconds: float) -> Costs:
+    def _costs(
+        self, setting: Setting, goal: Goal, seconds: float, among: Callable[[Costs], Sequence[Costs]]
+    ) -> Sequence[Costs]:
         """Measured while others have little of the machine, if that comes about."""
         seconds = min(_BUSY_S, seconds)
         with self.server(setting) as server:
             live = self.load(server, goal, seconds)
             if live.others > MUCH_OTHERS:
                 live = min(live, self.load(server, goal, seconds), key=lambda one: one.others)
-        found = calibrated(setting, goal, self._arrivals(goal, seconds), live, min(WARMUP_S, seconds))
+        found = calibrated(setting, goal, self._arrivals(goal, seconds), live, min(WARMUP_S, seconds), among)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(found)

@@ -21,6 +21,8 @@ _LESS = (0.85, 0.7, 0.5, 0.3)
 _ROOM = (1.0, 0.7, 0.5)
 """Shares of the most that a setting should serve, which are tried in turn until it does."""
 _AS_GOOD = 1.05
+_ANSWERS_AS_MANY = 1.03
+"""Of what was tried, whatever has a smaller throughput by more than that isn't as good."""
 
 Try = Callable[[Setting, Goal], Live]
 """What the load of a goal meets of a server with a setting. Raises TuneError if that can't be tried."""
@@ -110,6 +112,6 @@ def _ordered(holding: Sequence[Tried], goal: Goal, *, searches: bool) -> list[Tr
         assert one.live is not None
         return one.live.throughput
 
-    least = max(map(value, holding), default=0.0) / _AS_GOOD
+    least = max(map(value, holding), default=0.0) / _ANSWERS_AS_MANY
     others = sorted((one for one in holding if value(one) < least), key=value, reverse=True)
     return [*(one for one in holding if value(one) >= least), *others]

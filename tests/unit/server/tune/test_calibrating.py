@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -37,17 +38,37 @@ async def test_costs_beside_a_load_are_found_again(goal: Goal) -> None:
         round(sum(number * rows * rows_ns[rows] for rows, number in met.batches.items()) / answered),
         answered / met.throughput,
     )  # fmt: skip
-    found = await calibrated(SETTING, goal, arrivals, live, live.seconds / 9)
+    (found,) = await calibrated(SETTING, goal, arrivals, live, live.seconds / 9, lambda one: [one])
     assert found.slowdown == pytest.approx(1.5, rel=0.02)
     assert (found.loop_ns, found.sender_ns) == (COSTS.loop_ns, COSTS.sender_ns)
     assert found.waits == pytest.approx(COSTS.waits, rel=0.2)
     assert found.requests == pytest.approx(met.rows_per_batch, rel=0.02)
 
 
+async def test_costs_of_other_batches_are_known_when_the_rest_is_found() -> None:
+    goal = Goal(rate=500)
+    arrivals = goal.arrivals(1, 4_000)
+    assert arrivals is not None
+    small = Costs(loop_ns=600_000, sender_ns=100_000, waits=2.0, slowdown=1.5)
+    large = Costs(loop_ns=200_000, sender_ns=100_000, waits=0.5, slowdown=1.5, requests=2)
+    served = replace(SETTING, layout=replace(SETTING.layout, costs=[small, large])).served
+    met = await simulate(served, Open(arrivals), requests=2_000, warmup=0.1)
+    rows_ns = sum(number * rows * 1.5 * CURVES.typical.mean_ns(rows) for rows, number in met.batches.items())
+    live = Live(
+        met.offered, met.throughput, met.latencies, 0, met.batches, large.loop_ns, large.sender_ns,
+        round(rows_ns / 1_800), 1_800 / met.throughput,
+    )  # fmt: skip
+    among = partial(calibrated, SETTING, goal, arrivals, live, live.seconds / 9)
+    (alone,) = await among(lambda one: [one])
+    _, found = await among(lambda one: [small, one])
+    # Alone, they would have to explain what the smaller batches cost, too.
+    assert abs(found.waits - large.waits) < 0.7 * abs(alone.waits - large.waits)
+
+
 async def test_load_without_answers_calibrates_nothing() -> None:
     live = Live(10, 0, Histogram.of([]), 3, {}, 0, 0, 0, 1.0)
     with pytest.raises(TuneError, match="answers no request in time"):
-        await calibrated(SETTING, Goal(clients=1), None, live, 0.1)
+        await calibrated(SETTING, Goal(clients=1), None, live, 0.1, lambda one: [one])
 
 
 def test_costs_lie_between_those_of_smaller_and_larger_batches() -> None:

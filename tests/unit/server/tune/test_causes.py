@@ -56,6 +56,14 @@ def test_load_near_saturation_is_a_cause_by_itself() -> None:
     assert said.endswith("the load is 0.90 of what can be served at most, and near that, waits differ most")
 
 
+def test_wait_that_was_only_simulated_is_the_last_cause() -> None:
+    waits = replace(TRIED.setting, policy=BatchPolicy(max_batch_rows=4, max_queue_delay_ns=3 * MS))
+    tried = replace(TRIED, setting=waits)
+    assert why(replace(tried, live=LIVE)).endswith("what a wait of 3 ms for more requests does was only simulated")
+    longer = why(replace(tried, live=replace(LIVE, executed_ns=round(3.4 * MS))))
+    assert longer.endswith("executions took 1.13 times as long as when that was measured before")
+
+
 def test_all_that_is_far_away_is_named() -> None:
     said = why(replace(TRIED, live=replace(LIVE, throughput=300, batches={2: 750})))
     assert said.startswith("p99 is 1.50 and throughput is 0.75 times what was predicted: batches had 2 rows")
