@@ -10,6 +10,7 @@ chunk at a time: what bounds a job's memory is how many units are done at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -29,7 +30,7 @@ from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
 from paceline.server.bulk.memory import Probed, fixed_sizes, units_at_once
 from paceline.server.bulk.models import EngineModel, engine_model, server_model
-from paceline.server.bulk.probe import MOST_ROWS, Choice, Sample, choose, measure
+from paceline.server.bulk.probe import MOST_ROWS, PLAIN_ROWS, Choice, Sample, choose, measure
 from paceline.server.bulk.report import DryRun, counted
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.tally import Tally
@@ -51,9 +52,11 @@ from paceline.server.models.defaults import Offline
 
 __all__ = ["Blocking", "Computing", "UnitWork"]
 
+_log = logging.getLogger(__name__)
+
 _SAMPLE_ROWS = 4_096
 _UNPROBED = Probed(
-    batch_rows=32, rows_per_s=1_000.0, instances=0, intra_op_threads=0, input_row_bytes=0, output_row_bytes=0
+    batch_rows=PLAIN_ROWS, rows_per_s=1_000.0, instances=0, intra_op_threads=0, input_row_bytes=0, output_row_bytes=0
 )
 
 
@@ -154,6 +157,12 @@ class Computing:
                 self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
             )
         description, output_schema, chunk, bad, job_rows = shown[0]
+        if reason := choice.measured.reason:
+            rows = chunk.read_rows
+            why = f"none of the first {rows:,} rows could be computed: {reason}"
+            if job_rows <= rows and settings.max_bad.is_exceeded(rows, rows, are_all=True):
+                raise BulkError(why)
+            _log.warning("%s; --max-bad says when that ends the job", why)
         row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
         return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes, job_rows)
 
@@ -161,7 +170,7 @@ class Computing:
         measured, offline = tried.choice.measured, tried.choice.offline
         probed = Probed(
             measured.batch_rows,
-            measured.rows_per_s,
+            measured.rows_per_s or _UNPROBED.rows_per_s,
             offline.instances,
             offline.intra_op_threads,
             tried.row_bytes,

@@ -23,16 +23,19 @@ from paceline.server.bulk.execution import Calls
 from paceline.server.bulk.memory import memory_left, resident_bytes
 from paceline.server.bulk.models import EngineModel
 from paceline.server.bulk.rows import Rows
-from paceline.server.bulk.values import BulkError, Computes, Places
+from paceline.server.bulk.values import Computes, Places
 from paceline.server.codec.codec import memory_bytes
 from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
 from paceline.server.models.offline import layouts
 
-__all__ = ["MOST_ROWS", "Choice", "Measured", "Sample", "choose", "measure", "sizes_of"]
+__all__ = ["MOST_ROWS", "PLAIN_ROWS", "Choice", "Measured", "Sample", "choose", "measure", "sizes_of"]
 
 MOST_ROWS = 1_024
 """Of a call to a model that sets no limit of its own."""
+
+PLAIN_ROWS = 32
+"""Of a call, where nothing could be found out."""
 
 _LOSING, _MOST_LOSING = 0.5, 2
 """Larger batches aren't tried once so many in a row are so much slower than the best."""
@@ -90,17 +93,21 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """With calls of up to `batch_rows`, the model gives `rows_per_s`, if it has as many calls at a time as it takes.
-    Outputs of a row have `output_row_bytes` on average. `smallest`: the same of the smallest calls that were tried."""
+    Outputs of a row have `output_row_bytes` on average. `smallest`: the same of the smallest calls that were tried.
+    `reason`: why no row could be computed, if that is so; `rows_per_s` is 0 then."""
 
     batch_rows: int
     rows_per_s: float
     output_row_bytes: float
     smallest: Measured | None = None
+    reason: str = ""
 
     def with_faults(self, faults: Faults) -> Measured:
         """The same if so many rows of a job are at fault. A call that fails is a call lost; what was good in it, done
         again, is half a call more; and each halving on the way takes one of the smallest. Jobs with 64, 128 and 256
         rows a call took so much more processor time, to 4 % of it."""
+        if not self.rows_per_s:
+            return self
         share, small = faults.failed_calls / max(1, faults.tried_rows), self.smallest or self
         batch_s = self.batch_rows / self.rows_per_s
         search_s = 1.5 * batch_s + math.log2(self.batch_rows / small.batch_rows) * small.batch_rows / small.rows_per_s
@@ -129,8 +136,7 @@ async def choose(
 ) -> Choice:
     """Try the model as `open_model` opens it, one layout after the other. `batch_rows` and `instances`: as asked for;
     0: to be found out, as far as there is memory for more instances, on so many `cpus`; 0: all. Without `rates`, if how
-    fast it is changes nothing, a few calls are made and no more. Raises BulkError if all rows of the sample are at
-    fault, or the model can't be opened."""
+    fast it is changes nothing, a few calls are made and no more. Raises BulkError if the model can't be opened."""
     choices: list[Choice] = []
     faults, instance_bytes, tried_ns = Faults(), 0, 0
     usable = usable_cpus().count
@@ -149,7 +155,7 @@ async def choose(
             # Half of a layout's time is for its sizes, unless there is nothing else to find out.
             share = replace(sample, share=(1 if instances else 0.5) / len(tries))
             chosen = await measure(model, share, sizes, rates=rates, clock=clock)
-            if rates and not instances:
+            if rates and not instances and chosen.rows_per_s:
                 # Rows are read while layouts are compared, as that slows some more: an instance whose threads have all
                 # CPUs waits whole for the one that is interrupted.
                 window_ns = min(_LONG_WINDOW_NS, int(share.most_ns(chosen.rows_per_s)))
@@ -159,7 +165,7 @@ async def choose(
                 instance_bytes = max(0, resident_bytes() - began_bytes)
             choices.append(Choice(offline, chosen))
             tried_ns += clock() - began_ns
-        if not model.on_cpus or tried_ns >= sample.most_ns(chosen.rows_per_s):
+        if not model.on_cpus or not chosen.rows_per_s or tried_ns >= sample.most_ns(chosen.rows_per_s):
             break
     choices = [replace(choice, measured=choice.measured.with_faults(faults)) for choice in choices]
     # The first unless others are better by more than chance.
@@ -179,7 +185,7 @@ async def measure(
     model: Computes, sample: Sample, sizes: Sequence[int], *, rates: bool = True, clock: Clock = monotonic_ns
 ) -> Measured:
     """The best of `sizes`, which ascend: those that are close after a look at each take turns, until the time is over
-    or all others have lost. Raises BulkError if no row can be computed."""
+    or all others have lost. If no row can be computed, a plain one."""
     began_ns, turn = clock(), 1
     runs = await _looked_at(model, sample, sizes, rates, clock)
     close = sorted((run for run in runs if run.rates), key=lambda run: run.size)
@@ -188,9 +194,9 @@ async def measure(
         runs.append(_Run(model, sample, 1, clock))
         if sizes[0] > 1 and (rate := await runs[-1].turn()):
             return replace(runs[-1].measured, batch_rows=sizes[0], rows_per_s=rate)
-        rows, reasons = len(sample.rows.good) + len(sample.rows.bad), [run.reason for run in runs if run.reason]
-        reason = [*reasons, *(row.reason for row in sample.rows.bad), "there are none"][0]
-        raise BulkError(f"none of the first {rows} rows could be computed: {reason}")
+        reasons = [*(run.reason for run in runs if run.reason), *(row.reason for row in sample.rows.bad)]
+        plain = max((size for size in sizes if size <= PLAIN_ROWS), default=sizes[0])
+        return Measured(plain, 0.0, 0.0, reason=reasons[0])
     speeds, smallest = [run.rates[0] for run in close], close[0].measured
     while True:
         scores = dict[_Run, float]()

@@ -65,7 +65,7 @@ class Actor:
     async def choose(self) -> Fixed:
         """As `Computing` does."""
         source = await self._blocking(self._listed)
-        return await Computing(self._settings, cpus=self._errand.cpus).choose(source)
+        return await Computing(self._errand.settings, cpus=self._errand.cpus).choose(source)
 
     async def do(self, fixed: Fixed, sign: str, unit: Unit) -> Done:
         """Raises BulkError, also if `sign`, a file of the driver's, isn't seen."""

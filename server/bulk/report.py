@@ -86,7 +86,7 @@ def counted(source: Source, unit_rows: int, now_ns: Callable[[], int]) -> Counte
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """`sample_rows` were tried: `bad` of them are at fault, and `rows_per_s` is how fast the others were.
+    """`sample_rows` were tried: `bad` of them are at fault, and `rows_per_s` is how fast the others were, or 0.
     `units_before` are finished already."""
 
     settings: BulkSettings
@@ -108,6 +108,9 @@ class DryRun:
         shard, shards = settings.shard
         left = max(0, self.counted.units - self.units_before)
         rows = -(-self.counted.rows * left // (shards * max(1, self.counted.units)))
+        took, speed = "unknown, as none of the first could be computed, for ", ""
+        if self.rows_per_s:
+            took, speed = f"about {duration(rows / self.rows_per_s)} for ", f" at {amount(self.rows_per_s)} rows/s"
         lines = [
             f"model:     {self.description.name}; batches of up to {fixed.batch_rows:,} rows, "
             + (f"by {settings.server}" if settings.server else several(fixed.instances, "instance")),
@@ -120,8 +123,7 @@ class DryRun:
             *_table((field.name, str(field.type), "") for field in self.output_schema),
             f"memory:    {size(peak_bytes())} until now{'' if settings.server else ', with the model'}; "
             f"up to {size(settings.memory_bytes)} more for rows",
-            f"time:      about {duration(rows / self.rows_per_s)} for {about}{rows:,} rows at "
-            f"{amount(self.rows_per_s)} rows/s" + (f", as shard {shard} of {shards}" if shards > 1 else ""),
+            f"time:      {took}{about}{rows:,} rows{speed}" + (f", as shard {shard} of {shards}" if shards > 1 else ""),
         ]
         if self.bad:
             reasons = Reasons()

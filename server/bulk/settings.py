@@ -45,10 +45,11 @@ class MaxBad:
     rows: int | None = None
     share: float = 0.01
 
-    def is_exceeded(self, bad: int, read: int) -> bool:
+    def is_exceeded(self, bad: int, read: int, *, are_all: bool = False) -> bool:
+        """`are_all`: there are no more rows than those that are read."""
         if self.rows is not None:
             return bad > self.rows
-        return read >= _FIRST_ROWS and bad > self.share * read
+        return (are_all or read >= _FIRST_ROWS) and bad > self.share * read
 
     def __str__(self) -> str:
         return f"{self.rows:,} rows" if self.rows is not None else f"{100 * self.share:g} %"

@@ -66,6 +66,23 @@ async def test_a_share_at_fault_counts_from_a_thousand_rows_on(job: BulkJob) -> 
         await job.run(max_bad=MaxBad(share=0.0), unit_rows=2_000, resumes=False)
 
 
+async def test_a_job_begins_whatever_its_first_rows_are(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(*(10.0 + row for row in range(19))), ExecutionError("no such number"))
+    assert await job.run() == (4, 2, 19)
+    assert job.rows() == ROWS[19:]
+
+
+async def test_a_job_whose_rows_all_fail_needs_leave(job: BulkJob) -> None:
+    write_rows(job.root / "in" / "a.parquet", [1.0, 2.0, 3.0])
+    (job.root / "in" / "b.parquet").unlink()
+    job.memory.faults.raise_when(has(1.0, 2.0, 3.0), ExecutionError("no such number"))
+    for more in ({}, {"max_bad": MaxBad(rows=2)}):
+        with pytest.raises(BulkError, match=r"none of the first 3 rows could be computed: .*no such number"):
+            await job.run(**more)
+    assert not (job.out / "_paceline" / "job.json").exists()
+    assert await job.run(max_bad=MaxBad(share=1.0)) == (1, 0, 3)
+
+
 async def test_a_stopped_job_goes_on_to_the_same_bytes(job: BulkJob) -> None:
     job.memory.faults.raise_when(has(13.0), ExecutionError("no such number"))
     await job.run()

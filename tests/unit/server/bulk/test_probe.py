@@ -15,7 +15,7 @@ import pytest
 
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.probe import Choice, Measured, Sample, choose, measure, sizes_of
-from paceline.server.bulk.values import BulkError, Chunk, Places
+from paceline.server.bulk.values import Chunk, Places
 from paceline.server.models.defaults import Offline
 from paceline.server.models.offline import layouts
 from tests.unit.server.bulk.computing import DESCRIPTION, Doubling, failing_on, numbers
@@ -129,18 +129,22 @@ async def test_probe_goes_on_with_bad_rows_in_each_batch() -> None:
     assert (best.batch_rows, best.rows_per_s) == (4, pytest.approx(1_000))
 
 
-async def test_rows_that_are_all_at_fault_end_the_probe() -> None:
-    with pytest.raises(BulkError, match="none of the first 4 rows could be computed: can't double"):
-        await Costly(lambda rows: 1, 0, 1, 2, 3).best(4)
-    with pytest.raises(BulkError, match="none of the first 0 rows could be computed: there are none"):
-        await Costly(lambda rows: 1).best(0)
+async def test_rows_that_are_all_at_fault_leave_plain_sizes() -> None:
+    model = Costly(lambda rows: 1, *range(128))
+    best = await model.best(128)
+    assert (best.batch_rows, best.rows_per_s) == (32, 0.0)
+    assert best.reason.startswith("can't double")
+    assert (await model.best(128, [64])).batch_rows == 64  # as asked for
+    assert (await chosen(model, 128)).measured == best
 
 
-async def test_rows_that_all_misfit_end_the_probe_with_reason() -> None:
+async def test_rows_that_all_misfit_tell_the_reason() -> None:
     unfit = Chunk(pa.record_batch({"x": pa.array([None, None], pa.int64())}), np.arange(2))
     rows = Columns(DESCRIPTION, unfit.table.schema).rows(unfit)
-    with pytest.raises(BulkError, match=r"none of the first 2 rows could be computed: column 'x'.* got null"):
-        await measure(Doubling(), Sample(rows, ["y"], partial(cut, 0)), [1, 2])
+    best = await measure(Doubling(), Sample(rows, ["y"], partial(cut, 0)), [1, 2])
+    assert best.batch_rows == 2
+    assert best.reason.startswith("column 'x'")
+    assert best.reason.endswith("got null")
 
 
 @pytest.mark.parametrize(

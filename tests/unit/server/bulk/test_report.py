@@ -128,6 +128,11 @@ def test_dry_run_says_model_columns_sizes_and_time() -> None:
     assert memory.endswith("up to 2.0 GiB more for rows")
 
 
+def test_time_that_nothing_tells_is_called_unknown() -> None:
+    last = replace(dry_run(), rows_per_s=0.0).text().splitlines()[-1]
+    assert last == "time:      unknown, as none of the first could be computed, for 280 rows"
+
+
 def test_estimates_are_called_so() -> None:
     text = replace(dry_run(), counted=Counted(1_000, 10, exact=False)).text()
     assert "about 1,000 rows" in text
