@@ -30,6 +30,8 @@ _LESS_LIVE, _DEVIATIONS = 0.07, 3
 """In a few seconds, at whose end more answers may be due than at their beginning, so much less will do, or as many
 standard deviations of that number."""
 _HALVINGS = 5
+_LONGEST_S = 1e9
+"""No simulation is of more time than this, about."""
 _AS_GOOD = 1.05
 """A difference up to this may be chance."""
 _MORE_DEVICES, _FASTER = (2, 3, 4, 8, 16), (1.25, 1.5, 2, 3, 5, 10, 20, 50)
@@ -83,9 +85,11 @@ class Goal:
 
     def arrivals(self, seed: int, requests: int, seconds: float = 0.0) -> Arrivals | None:
         """Of an open load, at least so many, in at least so many seconds; None for clients."""
+        # In batchers, a time after `NEVER` (292 years) is none. So rare, each request is alone in any case.
+        rate = max(self.rate, requests / _LONGEST_S)
         if self.recorded is None:
-            return Poisson(self.rate, seed) if self.rate else None
-        found = replace(self.recorded.of_length(requests), speed=self.rate / self.recorded.rate)
+            return Poisson(rate, seed) if self.rate else None
+        found = replace(self.recorded.of_length(requests), speed=rate / self.recorded.rate)
         # As many as come in this time on average may have come within a moment.
         return found if found.seconds >= seconds else self.arrivals(seed, 2 * requests, seconds)
 

@@ -91,6 +91,14 @@ async def test_goal_that_is_too_much_is_told() -> None:
     assert choice.best[0].p99_ns > 20 * MS
 
 
+@pytest.mark.parametrize("recorded", [None, Recorded((0, 10**24), (0, 1))])
+async def test_loads_of_a_million_years_are_simulated(recorded: Recorded | None) -> None:
+    goal = Goal(rate=recorded.rate if recorded is not None else 1e-10, p99_ns=20 * MS, recorded=recorded)
+    (best, *_) = (await chosen(goal, layout(8, 0.1))).best
+    assert best.is_met
+    assert best.most > 1
+
+
 def test_recorded_arrivals_last_as_long_as_is_asked_for() -> None:
     burst = Recorded((*range(1_000), 10_000 * MS), (0,) * 1_001)
     goal = Goal(rate=burst.rate, recorded=burst)
