@@ -9,7 +9,6 @@ taken to come at random. Only `at_s` is needed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +20,8 @@ from paceline.clients.options import printable
 
 _NS: Final = 1_000_000_000
 _MOST: Final = 10_000_000
+_LONGEST_S: Final = 1e15
+"""Of times, which are multiplied later, and have to stay finite."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -105,8 +106,8 @@ def _of_line(number: int, line: str) -> _Arrivals:
 
 def _parsed(document: Any) -> _Arrivals:
     at_s: Any = document.get("at_s") if isinstance(document, dict) else None
-    if not _is_number(at_s):
-        raise RecordError('expected an object with the seconds "at_s"')
+    if not _is_time(at_s):
+        raise RecordError(f'expected an object with the seconds "at_s", from {-_LONGEST_S:g} to {_LONGEST_S:g}')
     shapes, model = document.get("shapes", {}), document.get("model", "")
     if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
         raise RecordError('expected "shapes" to be lists of sizes, by the names of inputs')
@@ -115,8 +116,8 @@ def _parsed(document: Any) -> _Arrivals:
     requests, seconds = document.get("requests", 1), document.get("seconds", 0)
     if type(requests) is not int or requests < 0:
         raise RecordError('expected "requests" to be a number from 0 up')
-    if not _is_number(seconds) or seconds < 0:
-        raise RecordError('expected "seconds" to be a number from 0 up')
+    if not _is_time(seconds) or seconds < 0:
+        raise RecordError(f'expected "seconds" to be a number from 0 up, to {_LONGEST_S:g}')
     sorted_shapes = tuple(sorted((name, tuple(shape)) for name, shape in shapes.items()))
     return _Arrivals(model, float(at_s), requests, float(seconds), sorted_shapes)
 
@@ -136,8 +137,8 @@ def _of_traces(text: str) -> list[_Arrivals]:
     return [_Arrivals(models[one], (at_ns - first_ns) / _NS) for one, at_ns in starts_ns.items()]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LONGEST_S
 
 
 def _is_shape(shape: object) -> bool:
