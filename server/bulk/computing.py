@@ -20,10 +20,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
-import pyarrow as pa
-
 from paceline.backends.base import Backend
-from paceline.clients.description import ModelDescription
 from paceline.server.bulk.batches import batches
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
@@ -39,6 +36,7 @@ from paceline.server.bulk.values import (
     BulkError,
     Chunk,
     Computes,
+    Failed,
     Fixed,
     FlagError,
     Places,
@@ -55,20 +53,18 @@ __all__ = ["Blocking", "Computing", "UnitWork"]
 _log = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 4_096
+_LONGEST_S = 10.0
+"""How long a dry run looks for rows that make the model fail."""
 _UNPROBED = Probed(
     batch_rows=PLAIN_ROWS, rows_per_s=1_000.0, instances=0, intra_op_threads=0, input_row_bytes=0, output_row_bytes=0
 )
 
 
 class _Tried(NamedTuple):
-    """What the job's first rows have shown. `bad` are those of them that the model can't be given."""
+    """What the job's first rows, a `chunk` of about `job_rows`, have shown."""
 
     choice: Choice
-    description: ModelDescription
-    output_schema: pa.Schema
-    sample_rows: int
-    bad: Sequence[BadRow]
-    row_bytes: float
+    chunk: Chunk
     job_rows: float
 
 
@@ -111,30 +107,44 @@ class Computing:
             raise BulkError("the input has no rows that can be read, so nothing can be tried") from None
         fixed = before or self._fixed(tried)
         rows = await Blocking(1)(counted, source, fixed.unit_rows, monotonic_ns)
-        return DryRun(
-            settings,
-            source,
-            tried.description,
-            tried.output_schema,
-            fixed,
-            rows,
-            tried.sample_rows,
-            tried.bad,
-            tried.choice.measured.rows_per_s,
-            units_before,
-        )
+        async with self._model(Offline(fixed.instances, fixed.intra_op_threads), fixed.batch_rows) as model:
+            columns, chunk, tally = self._columns(source, model), tried.chunk, Tally()
+            given = columns.rows(chunk)
+            bad = [*chunk.bad, *given.bad]
+            calls = batches(given, fixed, by_length=settings.sort_by_length, max_elements=model.max_elements)
+
+            def tell(failed: Failed) -> None:
+                bad.append(BadRow(int(chunk.numbers[failed.place]), failed.reason))
+
+            with suppress(TimeoutError):  # what was found until then is told
+                async with asyncio.timeout(_LONGEST_S):
+                    results = await execute(Calls(model, columns.outputs), 0, given, calls, tally, tell)
+                    bad = columns.table(chunk, given, results).bad  # also those whose outputs can't be written
+            return DryRun(
+                settings,
+                source,
+                model.description,
+                columns.output_schema,
+                fixed,
+                rows,
+                chunk.read_rows,
+                min(chunk.read_rows, tally.rows_executed + len(bad)),
+                bad,
+                tried.choice.measured.rows_per_s,
+                units_before,
+            )
 
     async def _try(self, source: Source, batch_rows: int, instances: int, *, rates: bool) -> _Tried:
         """Raises BulkError, and _NoRows."""
         settings = self._settings
-        shown = list[tuple[ModelDescription, pa.Schema, Chunk, Sequence[BadRow], float]]()
+        shown = list[tuple[Chunk, float]]()
 
         def sample_of(model: Computes) -> Sample:
             columns = self._columns(source, model)
             limits = fixed_sizes(_UNPROBED, settings.memory_bytes, _SAMPLE_ROWS)
             unit, chunk, job_rows = _first_chunk(source, columns.names, limits)
             rows = columns.rows(chunk)
-            shown.append((model.description, columns.output_schema, chunk, [*chunk.bad, *rows.bad], job_rows))
+            shown.append((chunk, job_rows))
 
             def of_most(batch_rows: int) -> Sequence[Places]:
                 most = replace(limits, batch_rows=batch_rows)
@@ -156,24 +166,23 @@ class Computing:
             choice = await choose(
                 self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
             )
-        description, output_schema, chunk, bad, job_rows = shown[0]
+        chunk, job_rows = shown[0]
         if reason := choice.measured.reason:
             rows = chunk.read_rows
             why = f"none of the first {rows:,} rows could be computed: {reason}"
             if job_rows <= rows and settings.max_bad.is_exceeded(rows, rows, are_all=True):
                 raise BulkError(why)
             _log.warning("%s; --max-bad says when that ends the job", why)
-        row_bytes = chunk.table.nbytes / max(1, chunk.table.num_rows)
-        return _Tried(choice, description, output_schema, chunk.read_rows, bad, row_bytes, job_rows)
+        return _Tried(choice, chunk, job_rows)
 
     def _fixed(self, tried: _Tried) -> Fixed:
-        measured, offline = tried.choice.measured, tried.choice.offline
+        measured, offline, table = tried.choice.measured, tried.choice.offline, tried.chunk.table
         probed = Probed(
             measured.batch_rows,
             measured.rows_per_s or _UNPROBED.rows_per_s,
             offline.instances,
             offline.intra_op_threads,
-            tried.row_bytes,
+            table.nbytes / max(1, table.num_rows),
             measured.output_row_bytes,
             tried.job_rows,
         )

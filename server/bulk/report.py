@@ -86,8 +86,8 @@ def counted(source: Source, unit_rows: int, now_ns: Callable[[], int]) -> Counte
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """`sample_rows` were tried: `bad` of them are at fault, and `rows_per_s` is how fast the others were, or 0.
-    `units_before` are finished already."""
+    """Of the first `sample_rows`, so many were tried: `bad` of them are at fault, and `rows_per_s` is how fast others
+    were, or 0. `units_before` are finished already."""
 
     settings: BulkSettings
     source: Source
@@ -96,6 +96,7 @@ class DryRun:
     fixed: Fixed
     counted: Counted
     sample_rows: int
+    tried_rows: int
     bad: Sequence[BadRow]
     rows_per_s: float
     units_before: int = 0
@@ -129,7 +130,8 @@ class DryRun:
             reasons = Reasons()
             for row in self.bad:
                 reasons.add(row.reason)
-            lines.append(f"at fault:  {len(self.bad):,} of the first {self.sample_rows:,} rows")
+            some = f", of which {self.tried_rows:,} were tried" if self.tried_rows < self.sample_rows else ""
+            lines.append(f"at fault:  {len(self.bad):,} of the first {self.sample_rows:,} rows{some}")
             lines += [f"{count:>12,}  {reason}" for reason, count in reasons.commonest(_SHOWN_BEFORE)]
         return "\n".join(lines)
 

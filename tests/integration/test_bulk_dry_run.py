@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from paceline.backends.errors import ExecutionError
+from paceline.server.bulk import computing
 from paceline.server.bulk.values import BulkError
 from tests.integration.bulk_jobs import BulkJob, write_rows
 
@@ -25,6 +28,20 @@ async def test_dry_run_leaves_nothing_behind(job: BulkJob) -> None:
     assert found.rows_per_s > 0
     assert not job.out.exists()
     assert await job.run() == (4, 20, 1)
+
+
+async def test_dry_run_tells_rows_that_the_model_fails_on(job: BulkJob) -> None:
+    job.memory.faults.raise_when(lambda inputs: bool(np.isin(inputs[0], (12.0, 13.0)).any()), ExecutionError("no, no"))
+    found = await job.job().dry_run()
+    assert [row.number for row in sorted(found.bad)] == [2, 3, 18]
+    assert "no, no" in found.text()
+    assert found.tried_rows == found.sample_rows
+
+
+async def test_dry_run_tells_how_many_rows_it_tried(job: BulkJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computing, "_LONGEST_S", 0.0)
+    found = await job.job().dry_run()
+    assert (found.tried_rows, found.sample_rows, [row.number for row in found.bad]) == (1, 19, [18])
 
 
 async def test_dry_run_counts_what_is_finished(job: BulkJob) -> None:

@@ -83,6 +83,7 @@ def dry_run() -> DryRun:
         FIXED,
         counted(source, 100, source.clock.now_ns),
         sample_rows=50,
+        tried_rows=50,
         bad=(),
         rows_per_s=2.0,
     )
@@ -153,6 +154,8 @@ def test_rows_at_fault_among_the_first_are_told() -> None:
         "           2  expected 3 values, got 4",
         "           1  no text",
     ]
+    some = replace(dry_run(), bad=bad, tried_rows=20).text().splitlines()
+    assert some[-3] == "at fault:  3 of the first 50 rows, of which 20 were tried"
 
 
 def summary(**counts: float) -> Summary:
