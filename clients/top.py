@@ -184,9 +184,6 @@ def _screen(out: TextIO) -> Iterator[None]:
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
     def stop(number: int, frame: FrameType | None) -> None:
         # Not through `out`, which this handler may have interrupted in the middle of a write.
         os.write(out.fileno(), _LEAVE.encode())
@@ -196,17 +193,14 @@ def _screen(out: TextIO) -> Iterator[None]:
         signal.signal(number, stop)
         os.write(out.fileno(), _ENTER.encode())
 
-    before = {
-        number: signal.signal(number, what) for number, what in {signal.SIGTERM: end, signal.SIGTSTP: stop}.items()
-    }
+    before = signal.signal(signal.SIGTSTP, stop)
     out.write(_ENTER)
     try:
         yield
     finally:
         out.write(_LEAVE)
         out.flush()
-        for number, what in before.items():
-            signal.signal(number, what)
+        signal.signal(signal.SIGTSTP, before)
 
 
 def _record(file: TextIO | None, before: Snapshot, now: Snapshot, first_s: float) -> None:

@@ -83,6 +83,9 @@ def main() -> None:
     take_stdout()
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # So that commands leave nothing behind. Those whose work goes on for a while after a signal handle it themselves.
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         command(prog_name="paceline")
     except StdoutError as error:

@@ -99,6 +99,14 @@ class _Commands(click.Group):
             ctx.fail(f"no such command '{name}': {hint}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> object:
+        """As click does, but Ctrl-C isn't the failure that exit code 1 stands for."""
+        try:
+            result: object = super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
+        return result
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="paceline", prog_name="paceline")

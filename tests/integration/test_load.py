@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,8 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.cli import main
 from tests import decoder_models, models, state_models, text_models
 from tests.decoder_models import TINY
-from tests.harness import ServerProcess, write_identity
+from tests.harness import REPO, ServerProcess, write_identity
+from tests.nursery import Forked
 from tests.polling import eventually
 
 SUMS = """
@@ -77,13 +80,32 @@ def test_load_of_a_count_agrees_with_what_the_server_counted(server: ServerProce
     assert 0 < found["latency_ms"]["p50"] <= found["latency_ms"]["p99"] <= found["latency_ms"]["max"]
 
 
-def test_load_in_shared_memory_leaves_none_behind(server: ServerProcess) -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
-    loaded(server, "echo", "--count", "5", "--shared-memory")
+def regions(server: ServerProcess) -> set[str]:
+    """The shared memory that the server knows, and what loads have made of it."""
     with grpc.insecure_channel(server.target) as channel:
         stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        assert not stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest()).regions
-    assert not {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("psm_")} - before
+        known = stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest()).regions
+    return {*known, *(path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("psm_"))}
+
+
+def test_load_in_shared_memory_leaves_none_behind(server: ServerProcess) -> None:
+    before = regions(server)
+    loaded(server, "echo", "--count", "5", "--shared-memory")
+    assert regions(server) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_load_that_a_signal_ends_leaves_nothing_behind(server: ServerProcess, number: int) -> None:
+    before, answered = regions(server), succeeded(server, "echo")
+    arguments = ("load", "echo", "--server", server.target, "--distinct", "1", "--seconds", "60", "--shared-memory")
+    process = Forked("paceline", arguments, {**os.environ}, REPO)
+    # One request is sent before the load, to learn how large its outputs are.
+    eventually(lambda: succeeded(server, "echo") > answered + 1, "requests of the load")
+    process.send_signal(number)
+    with process.stderr as stderr:
+        assert stderr.read() == ""
+    assert process.wait(20) == 128 + number
+    assert regions(server) == before
 
 
 def test_load_in_an_open_loop_sends_all_that_was_due(server: ServerProcess, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
 TOP = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from paceline.server.cli import main
+from paceline.server.__main__ import main
 main()
 """
 
