@@ -96,6 +96,8 @@ class Outcome:
     def doubts(self) -> Sequence[str]:
         """Why the figures may not be what they seem."""
         found = []
+        if not self.total.due:
+            found.append("no request was due in the measured time: it takes a longer one, or more requests a second")
         if self.measured.period.is_stable is False:
             found.append(
                 "the windows don't agree: the load may still be growing in the server, or the machine was busy"

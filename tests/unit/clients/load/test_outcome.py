@@ -71,6 +71,7 @@ def test_outcome_without_requests_has_no_latencies() -> None:
         None
     ] * 7
     assert "tells no statistics" in outcome_text(idle, "m")
+    assert "caution       no request was due in the measured time" in outcome_text(idle, "m")
     assert page(idle, "m", "m", []).count("nothing to show") == 2
 
 
