@@ -56,12 +56,13 @@ class RandomInputs:
     """How to generate the inputs that aren't given.
 
     `rows` is the size of the first dimension where the model leaves it free, 1 if None. `shapes` are whole shapes by
-    input name. The same `seed` gives the same tensors.
+    input name, and come from `option`. The same `seed` gives the same tensors.
     """
 
     rows: int | None
     shapes: Mapping[str, tuple[int, ...]]
     seed: int | None
+    option: str = "--shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,8 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
         open_inputs = [] if given.keys() & {first.name, "text_input"} else [first]
     useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
     if useless:
-        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input, or it is already given")
+        name = min(useless)
+        raise InputError(f"{random.option} {name}: model {model.name!r} has no such input, or it is already given")
     generator = np.random.default_rng(random.seed)
     for tensor in open_inputs:
         shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)

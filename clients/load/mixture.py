@@ -108,7 +108,7 @@ def recorded(
     model: ModelMetadata, given: Mapping[str, GivenTensor], shapes: Sequence[Shapes], rows: int | None, seed: int
 ) -> list[TypedInputs]:
     """The inputs of a request of each of these shapes. Raises InputError, also if that is more than `MOST_BYTES`."""
-    made = _made(model, [given], iter(shapes), rows, len(shapes), seed)
+    made = _made(model, [given], iter(shapes), rows, len(shapes), seed, "--arrivals, shape of")
     if len(made) < len(shapes):
         raise InputError(f"requests of all {len(shapes)} recorded shapes have more than {MOST_BYTES >> 20} MiB")
     return made
@@ -121,6 +121,7 @@ def _made(
     rows: int | None,
     most: int,
     seed: int,
+    option: str = "--shape",
 ) -> list[TypedInputs]:
     made: list[TypedInputs] = []
     room_bytes = MOST_BYTES
@@ -128,7 +129,7 @@ def _made(
         own = given[number % len(given)]
         needs_more = any(tensor.name not in own for tensor in model.inputs)
         chosen = next(shapes)
-        random = RandomInputs(rows, chosen, seed + number) if needs_more or chosen else None
+        random = RandomInputs(rows, chosen, seed + number, option) if needs_more or chosen else None
         one = prepare(model, own, random)
         room_bytes -= sum(array.nbytes for array in one.arrays.values())
         if made and room_bytes < 0:

@@ -81,6 +81,11 @@ def test_recorded_shapes_have_a_request_each() -> None:
     assert [one.arrays["ids"].shape for one in made] == [(1, 5), (2, 3)]
 
 
+def test_recorded_shape_of_no_input_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^--arrivals, shape of zz: model 'm' has no such input"):
+        recorded(MODEL, {}, [{"zz": (1, 4)}], None, 0)
+
+
 def test_shapes_left_open_are_refused() -> None:
     with pytest.raises(InputError, match="has more free dimensions: give --shape"):
         mixed(MODEL, [{}], shapes={}, rows=None, distinct=1, seed=0)
