@@ -38,9 +38,6 @@ def contents_of(served: ServedModel, requests: Sequence[TypedInputs], order: Seq
     spec = served.spec
     arrays = [one.arrays for one in requests]
     found = [_contents(served, inputs) for inputs in arrays]
-    largest = max(one.rows for one in found)
-    if served.max_batch_rows and largest > served.max_batch_rows:
-        raise TuneError(f"requests of {largest} rows: expected at most {served.max_batch_rows}, the largest batch")
     if len({one.key for one in found}) > 1:
         # They differ in more than lengths, and a row's elements are what its size is.
         found = [

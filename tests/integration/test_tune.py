@@ -169,6 +169,10 @@ def test_recorded_texts_of_any_length_are_tuned_for(tmp_path: Path) -> None:
 
 def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
     file = models.write(models.mlp((4, 4)), tmp_path / "m.onnx")
-    result = tune(file, "--rate", 10, "--rows", 100)
+    for rows in (100, 100_000_000_000):
+        result = tune(file, "--rate", 10, "--rows", rows)
+        assert result.exit_code == 1
+        assert f"expected a batch of 1 to 32 rows, got {rows}" in result.stderr
+    result = tune(file, "--rate", 10, "--shape", "INPUT0=100,4")
     assert result.exit_code == 1
     assert "expected a batch of 1 to 32 rows, got 100" in result.stderr
