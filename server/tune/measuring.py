@@ -151,7 +151,8 @@ async def _executed_ns(engine: Engine, served: ServedModel, inputs: Mapping[str,
         if request.error is None:
             ended.set_result(sum(request.spent_ns))
         else:
-            ended.set_exception(TuneError(f"model '{served.name}' fails on inputs that were made up: {request.error}"))
+            where = f"from model '{served.name}', measured with made-up inputs"
+            ended.set_exception(TuneError(f"{request.error} ({where})"))
 
     engine.announce(served, inputs, {}, on_end)
     return await ended

@@ -176,3 +176,11 @@ def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
     result = tune(file, "--rate", 10, "--shape", "INPUT0=100,4")
     assert result.exit_code == 1
     assert "expected a batch of 1 to 32 rows, got 100" in result.stderr
+
+
+def test_failure_while_measuring_is_the_models_own(tmp_path: Path) -> None:
+    # Integers up to 9 are made up, and the table has four places.
+    result = tune(models.write(models.gather(), tmp_path / "m.onnx"), "--rate", 10)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: onnx runtime error")
+    assert result.stderr.endswith("(from model 'm', measured with made-up inputs)\n")
