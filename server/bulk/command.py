@@ -16,7 +16,7 @@ import click
 
 from paceline.backends.installed import how_to_install
 from paceline.clients.connection import checked_target
-from paceline.clients.options import Number, Seconds, access_options, one_line
+from paceline.clients.options import Number, Seconds, access_options, check_writable, one_line
 from paceline.server.bulk.settings import BulkSettings, Parameters, parse_max_bad, parse_memory, parse_shard
 from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
@@ -152,7 +152,7 @@ _OPTIONS = (
     _flag("--dry-run", is_flag=True, help="Say what would be done and how long it would take, and do nothing."),
     _flag("--progress", default="auto", show_default=True,
         type=click.Choice(["auto", "bar", "lines", "json", "none"]), help="How to show, on stderr, how far it is."),
-    _flag("--summary", type=click.Path(dir_okay=False, path_type=Path),
+    _flag("--summary", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
         help="Write the summary there, as JSON."),
 )  # fmt: skip
 
@@ -180,6 +180,7 @@ def bulk(on_bad_row: str, dry_run: bool, progress: str, summary: Path | None, **
         raise click.ClickException(f"bulk needs {' and '.join(missing)}: {how_to_install('bulk')}")
     if given["ray"] and find_spec("ray") is None:
         raise click.ClickException(f"--ray needs ray: {how_to_install('ray')}")
+    check_writable("--summary", summary)
     settings = BulkSettings(fails_on_bad=on_bad_row == "fail", format=given.pop("format") or "", **given)
     # Arrow's own allocators keep more of what was freed than malloc does, 100 MiB of it where rows have 32 KiB, and are
     # no faster. Arrow reads this once, when it is loaded.

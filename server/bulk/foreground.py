@@ -30,7 +30,7 @@ from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.tally import Figures, Pace, Tally
 from paceline.server.bulk.values import BulkError, FlagError
 from paceline.server.telemetry import log
-from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stderr
+from paceline.server.telemetry.log_output import StdoutError, drain_stderr, exit_now, take_stderr
 from paceline.server.tuning import SWITCH_INTERVAL_S, new_loop
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def _shown(progress: str, work: Callable[[Tally], Coroutine[object, object, T]])
             logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
             return await work(tally)
 
-    return asyncio.Runner(loop_factory=new_loop).run(run())
+    told = asyncio.Runner(loop_factory=new_loop).run(run())
+    drain_stderr()
+    return told
 
 
 async def _told(

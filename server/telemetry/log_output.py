@@ -193,5 +193,10 @@ def exit_now(status: int) -> NoReturn:
 def _finish() -> None:
     with contextlib.suppress(Exception):
         logging.shutdown()  # handlers may have more to write at their end
+    drain_stderr()
+
+
+def drain_stderr() -> None:
+    """Wait until what is written to stderr is there, for a second at most, so that what follows on stdout is below."""
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.drain(_PATIENCE_S)

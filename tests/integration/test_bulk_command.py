@@ -80,6 +80,7 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
         (["--shard", "3/3"], "got '3/3'"),
         (["--batch", "0"], "0 is not in the range 1<=x"),
         (["--server", "http://x"], "--server"),
+        (["--summary", "/nowhere/s.json"], "--summary /nowhere/s.json: expected a file that can be written"),
     ],
 )
 def test_flags_that_cant_be_used_are_refused(model: Path, tmp_path: Path, more: list[str], words: str) -> None:
@@ -90,10 +91,10 @@ def test_flags_that_cant_be_used_are_refused(model: Path, tmp_path: Path, more: 
 
 def test_summary_that_cant_be_written_is_told(model: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "in" / "a.parquet", [1.0])
-    done = run_command(*given(model, tmp_path / "out", "--summary", str(tmp_path / "no" / "s.json")))
+    done = run_command(*given(model, tmp_path / "out", "--summary", "/dev/full"))
     assert done.returncode == 1
     assert done.stdout.startswith("finished: 1 row in 1 part")
-    assert done.stderr.splitlines()[-1].endswith("s.json can't be written: No such file or directory")
+    assert done.stderr.splitlines()[-1].endswith("--summary /dev/full can't be written: No space left on device")
 
 
 def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) -> None:
