@@ -32,6 +32,9 @@ Given = Mapping[str, Value]
 Serve = Callable[..., None]
 Decorator = Callable[[Serve], Serve]
 
+ALONE_IS_TRUE: Given = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOLEAN]"}
+"""Of an option that needs no value: `--flag` is `--flag true`."""
+
 _MANY = 2**31 - 1
 _OCTAL = re.compile(r"0?[0-7]{3}")
 
@@ -195,9 +198,10 @@ def flag(
     metavar: str | None = None,
     is_flag: bool | None = None,
     multiple: bool = False,
+    **more: Any,
 ) -> Decorator:
     """An option whose default is shown in the help, and says what type it has if `type` doesn't. What isn't explained
-    here is click's."""
+    here, `more` included, is click's."""
     return click.option(
         f"--{name}",
         *([also] if also else []),
@@ -210,6 +214,7 @@ def flag(
         metavar=metavar,
         is_flag=is_flag,
         multiple=multiple,
+        **more,
     )
 
 

@@ -107,7 +107,7 @@ def _check_allowed(config: pb.ModelConfig, folder: ModelFolder, defaults: LoadDe
         return
     if not defaults.allow_python_models:
         raise ConfigError(
-            "backend 'python': the model's code would run with the server's rights; start the server with "
+            "backend 'python': the model's code would run with this process's rights; allow it with "
             "--allow-python-models true if you trust everyone who can write to the model repository"
         )
     if folder.files is not None:

@@ -25,7 +25,7 @@ from paceline.clients.options import (
     one_line,
     one_line_errors,
 )
-from paceline.server.flags import Value
+from paceline.server.flags import ALONE_IS_TRUE, Value
 
 __all__ = ["tune"]
 
@@ -124,7 +124,7 @@ class Progress:
 @click.option(
     "--seconds", type=Seconds(0.2, 3600), default=5.0, show_default=True, help="How long they are tried each."
 )
-@click.option("--allow-python-models", is_flag=True, help="Whether the model may be Python code.")
+@click.option("--allow-python-models", default=False, help="Whether the model may be Python code.", **ALONE_IS_TRUE)
 @access_options
 def tune(
     model: Path,

@@ -76,7 +76,7 @@ async def test_python_model_is_refused_unless_the_server_allows_it(tmp_path: Pat
     async with serving(tmp_path) as served:
         lines = {line[0]: line for line in await index(served)}
         assert lines["other"][2] == "READY"
-        assert "start the server with --allow-python-models true" in lines["m"][3]
+        assert "allow it with --allow-python-models true" in lines["m"][3]
     assert not (tmp_path / "ran").exists()
 
 
@@ -87,7 +87,7 @@ async def test_python_model_by_backend_or_platform_is_refused_unless_the_server_
     folder = write(tmp_path)
     (folder / "config.pbtxt").write_text(platform)
     server = Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None))
-    with pytest.raises(StartError, match="the model's code would run with the server's rights"):
+    with pytest.raises(StartError, match="the model's code would run with this process's rights"):
         await server.start()
     assert not (folder / "1" / "loads").exists()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -214,6 +215,23 @@ def test_url_as_path_is_refused_with_what_to_do(url: str, what_to_do: str) -> No
 
 def test_url_among_paths_in_the_environment_is_refused_whole() -> None:
     assert "got 's3://bucket/m'" in run(MODEL_REPOSITORY="/models:s3://bucket/m:/more").stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "bulk", "tune"])
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("", False),
+        ("--allow-python-models", True),
+        ("--allow-python-models true", True),
+        ("--allow-python-models=false", False),
+    ],
+)
+def test_python_models_are_allowed_alike_everywhere(command: str, given: str, allowed: bool) -> None:
+    found = main.get_command(click.Context(main), command)
+    assert found is not None
+    with found.make_context(command, ["m", *given.split()], resilient_parsing=True) as context:
+        assert context.params["allow_python_models"] is allowed
 
 
 def test_upstream_variable_without_an_upstream_is_a_usage_error() -> None:
