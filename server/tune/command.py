@@ -22,6 +22,7 @@ from paceline.clients.options import (
     ConnectionOptions,
     Seconds,
     access_options,
+    check_writable,
     one_line,
     one_line_errors,
 )
@@ -151,8 +152,7 @@ def tune(
     if [rate, clients, arrivals, from_server, most or None].count(None) != 4:
         raise click.UsageError("expected one of --rate, --clients, --arrivals, --from-server and --max-throughput")
     for flag, file in (("--out", out), ("--html", html)):
-        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-            raise click.UsageError(f"{flag} {file}: expected a file that can be written, in an existing folder")
+        check_writable(flag, file)
     # Heavy: `paceline tune --help` does without.
     from paceline.server.telemetry import log
     from paceline.server.tune.choosing import Goal

@@ -138,6 +138,8 @@ def test_load_of_a_running_server_is_read(tmp_path: Path) -> None:
         (("--arrivals", os.devnull), "no arrivals"),
         (("--rate", "10", "--p99", "20"), "expected a time such as 20ms, 0.5s or 800us, got '20'"),
         (("--rate", "10", "--out", "nowhere/config.pbtxt"), "expected a file that can be written"),
+        (("--rate", "10", "--out", ""), "--out .: expected a file that can be written"),
+        (("--rate", "10", "--html", ""), "--html .: expected a file that can be written"),
         (("--rate", "10", "--shape", "x"), "--shape"),
         (("--rate", "10"), "input 'INPUT0' has more free dimensions: give --shape INPUT0=1,N"),
     ],
