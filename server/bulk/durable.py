@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.server.bulk.values import BulkError, Shard
+from paceline.server.bulk.values import BulkError, FlagError, Shard
 
 __all__ = ["Locks", "explained", "publish", "put", "remove", "sync_folder"]
 
@@ -34,7 +34,7 @@ def explained(folder: str) -> Iterator[None]:
         if error.errno in _FULL:
             raise BulkError(f"{at}: {why}; make room and start the job again: finished units are kept") from error
         if isinstance(error, NotADirectoryError | FileExistsError):
-            raise BulkError(f"{at}: expected a folder to write to, found a file") from error
+            raise FlagError(f"{at}: expected a folder to write to, found a file") from error
         raise BulkError(f"{at} can't be written: {why}") from error
 
 

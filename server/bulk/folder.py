@@ -273,7 +273,9 @@ class JobFolder:
         visible = sorted(name for name in names if not name.startswith(".") and name not in ("_paceline", "lost+found"))
         if visible and not os.path.exists(self._at("job.json")):
             named = ", ".join(visible[:3]) + (f" and {len(visible) - 3} more" if len(visible) > 3 else "")
-            raise BulkError(f"{self._name} has files and no job: {named}; expected a new or an empty folder")
+            # Another shard's parts may be seen before its job is, over a network: the next start sees both.
+            kind = FlagError if self.shard == ALONE else BulkError
+            raise kind(f"{self._name} has files and no job: {named}; expected a new or an empty folder")
 
     def _begun(self) -> _Job | None:
         begun = _read(self._at("job.json"), _Job)

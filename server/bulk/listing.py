@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.values import BulkError, FlagError
 
 __all__ = ["Location", "find_locations"]
 
@@ -59,14 +59,14 @@ def find_locations(
 ) -> list[tuple[str, list[Location]]]:
     """Each pattern with what it means: the files themselves, and those below folders that have a `wanted` name.
     `output` is the job's own folder, in which nothing is found. Names that begin with one of `hidden` are left out
-    where the pattern doesn't spell that. Raises BulkError for a pattern that means nothing, or comes upon another job's
-    output folder that it doesn't name."""
+    where the pattern doesn't spell that. Raises FlagError for a pattern that means nothing, or comes upon another job's
+    output folder that it doesn't name, and BulkError for what can't be listed."""
     left_out = None if output is None else os.path.realpath(output)
     taken: set[tuple[str, str]] = set()
     listed = []
     for pattern in patterns:
         if not pattern:
-            raise BulkError("expected the path or URL of a file or folder, or a glob, got ''")
+            raise FlagError("expected the path or URL of a file or folder, or a glob, got ''")
         try:
             named = list(_named(pattern, left_out, hidden))
             files = [
@@ -76,13 +76,15 @@ def find_locations(
                 for file in (_below(place, wanted, left_out, hidden) if place.is_folder else (place,))
             ]
         except UnicodeDecodeError as error:
-            raise BulkError(f"{pattern}: expected names in UTF-8 there, got {error.object!r}: rename it") from None
+            raise FlagError(f"{pattern}: expected names in UTF-8 there, got {error.object!r}: rename it") from None
+        except BulkError as error:
+            raise FlagError(str(error)) from None
         except (OSError, pa.ArrowException, ValueError) as error:
             raise BulkError(f"{pattern}: can't be listed: {error}") from None
         if not files:
             own = any(place.is_folder and not _is_input(place, left_out) for place in named)
             why = "it is the output folder, which is no input" if own else "no input file in there"
-            raise BulkError(f"{pattern}: {why if named else 'there is no such file'}")
+            raise FlagError(f"{pattern}: {why if named else 'there is no such file'}")
         found = {
             (file.system.type_name, os.path.abspath(file.path) if file.is_local else file.path): file
             for file in sorted(files, key=lambda file: file.path)

@@ -24,7 +24,7 @@ from paceline.server.bulk.listing import Location, find_locations
 from paceline.server.bulk.memory import too_large
 from paceline.server.bulk.parquet_files import ParquetFormat
 from paceline.server.bulk.text_files import COMPRESSIONS, TextFormat
-from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, InputFile, Source, Unit
+from paceline.server.bulk.values import BadRow, BulkError, Chunk, FileIndex, Fixed, FlagError, InputFile, Source, Unit
 
 __all__ = ["FORMATS", "FileRows", "FileSource", "Format", "find_source"]
 
@@ -73,8 +73,8 @@ FORMATS = (*_MAKERS, _FILES)
 
 def find_source(patterns: Sequence[str], format: str | None = None, output: str | None = None) -> Source:
     """The files that the patterns (paths, URLs, globs, folders) mean, in order, each once. Their suffix tells the
-    format unless `format` does. `output` is the job's own folder, which is never input. Blocks; raises BulkError if
-    there are no files, or several formats."""
+    format unless `format` does. `output` is the job's own folder, which is never input. Blocks; raises FlagError if
+    there are no files, or several formats, and BulkError."""
     if format == _FILES:
         return FileRows(find_locations(patterns, lambda name: True, output, hidden="."))
     listed = find_locations(patterns, lambda name: _is_data(name, format), output)
@@ -82,9 +82,9 @@ def find_source(patterns: Sequence[str], format: str | None = None, output: str 
     names = {format} if format is not None else {_format_of(place.name) for place in places}
     if None in names:
         unknown = next(place.shown for place in places if _format_of(place.name) is None)
-        raise BulkError(f"{unknown}: its name tells no format: give one by --format, of {', '.join(FORMATS)}")
+        raise FlagError(f"{unknown}: its name tells no format: give one by --format, of {', '.join(FORMATS)}")
     if len(names) > 1:
-        raise BulkError(
+        raise FlagError(
             f"the input has files of several formats, {', '.join(sorted(map(str, names)))}: choose by --format"
         )
     return FileSource(_MAKERS[str(names.pop())](), places)

@@ -80,6 +80,12 @@ def test_dry_run_prints_what_it_would_do(model: Path, tmp_path: Path) -> None:
         (["--shard", "3/3"], "got '3/3'"),
         (["--batch", "0"], "0 is not in the range 1<=x"),
         (["--server", "http://x"], "--server"),
+        (["-i", "nope.parquet"], "nope.parquet: there is no such file"),
+        (["-i", ""], "expected the path or URL of a file or folder, or a glob, got ''"),
+        (["-i", str(REPO / "README.md")], "README.md: its name tells no format"),
+        (["-i", str(REPO / "tests")], "tests: no input file in there"),
+        (["-o", str(REPO)], "has files and no job"),
+        (["-o", "/dev/null"], "/dev/null: expected a folder to write to, found a file"),
         (["--summary", "/nowhere/s.json"], "--summary /nowhere/s.json: expected a file that can be written"),
     ],
 )

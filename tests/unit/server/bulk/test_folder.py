@@ -23,7 +23,7 @@ from paceline.server.bulk.durable import explained
 from paceline.server.bulk.fingerprint import Plain, differences, fingerprint
 from paceline.server.bulk.folder import JobFolder, Mark, Start, Totals
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, InputFile, Shard
+from paceline.server.bulk.values import BadRow, BulkError, FileIndex, Fixed, FlagError, InputFile, Shard
 from tests.rlimits import limited
 from tests.unit.server.bulk.folders import FILES, FINGERPRINT, FIXED, SCHEMA, UNITS, contents, do, opened
 from tests.unit.server.privileges import open_folder, unprivileged
@@ -379,6 +379,14 @@ def test_folder_of_somebody_else_is_refused(tmp_path: Path, start: Start) -> Non
     with pytest.raises(BulkError, match=r"has files and no job: a.txt, b, c and 1 more; expected a new"):
         JobFolder(str(tmp_path)).open(FINGERPRINT, FILES, never, start)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_shards_that_see_no_job_yet_may_try_again(tmp_path: Path) -> None:
+    (tmp_path / "part-00001.parquet").touch()
+    for shard, kind in ((Shard(0, 1), FlagError), (Shard(0, 2), BulkError)):
+        with pytest.raises(BulkError) as raised:
+            JobFolder(str(tmp_path), shard=shard).open(FINGERPRINT, FILES, never, Start.RESUME)
+        assert raised.type is kind
 
 
 def test_folder_that_looks_empty_is_taken(tmp_path: Path) -> None:
