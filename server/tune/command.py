@@ -146,8 +146,8 @@ def tune(
     MODEL is a model's folder or a .onnx file. How long its executions take is measured, by rows, and with several
     layouts of instances and threads; then the load is simulated with many settings, and the best are tried on servers.
 
-    Exits with 0 if the load can be served as asked for, with 1 if it can't, or the model can't be tuned; with 2 if a
-    flag can't be used.
+    Exits with 0 if the load can be served as asked for, with 1 if it can't, or the model can't be tuned; with 2 if
+    MODEL or a flag can't be used.
     """
     if [rate, clients, arrivals, from_server, most or None].count(None) != 4:
         raise click.UsageError("expected one of --rate, --clients, --arrivals, --from-server and --max-throughput")

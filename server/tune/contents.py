@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.backends.spec import Array, ModelSpec
-from paceline.clients.inputs import TypedInputs
+from paceline.clients.inputs import InputError, TypedInputs
 from paceline.server.errors import InvalidRequest
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.inner_request import array_request
-from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.simulation import Contents
 
 __all__ = ["LoadContents", "contents_of"]
@@ -34,7 +33,7 @@ class LoadContents:
 
 
 def contents_of(served: ServedModel, requests: Sequence[TypedInputs], order: Sequence[int]) -> LoadContents:
-    """Of a load with these `requests`, which come in this `order`. Raises TuneError for what the model can't take."""
+    """Of a load with these `requests`, which come in this `order`. Raises InputError for what the model can't take."""
     spec = served.spec
     arrays = [one.arrays for one in requests]
     found = [_contents(served, inputs) for inputs in arrays]
@@ -59,7 +58,7 @@ def _contents(served: ServedModel, inputs: Mapping[str, Array]) -> Contents:
     try:
         options = served.codec.read(array_request(served, inputs, parameters={})).options
     except InvalidRequest as error:
-        raise TuneError(str(error)) from None
+        raise InputError(str(error)) from None
     return Contents(options.rows, options.key, options.sizes)
 
 

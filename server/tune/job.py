@@ -140,12 +140,12 @@ async def _chosen(asked: Asked, goal: Goal, now: Setting, tried: Sequence[Layout
 
 
 def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
-    """The goal with what its requests have, and that by itself. Raises InputError and TuneError."""
+    """The goal with what its requests have, and that by itself. Raises InputError."""
     metadata = metadata_of(served.config, [served.version])
     recording = read_recording(asked.arrivals, served.name, asked.seed) if asked.arrivals is not None else None
     rows = asked.rows or 1 if served.max_batch_rows else None
     if rows is not None and rows > served.max_batch_rows:  # before so many are made up
-        raise TuneError(f"--rows: expected a batch of 1 to {served.max_batch_rows} rows, got {rows}")
+        raise InputError(f"--rows: expected a batch of 1 to {served.max_batch_rows} rows, got {rows}")
     if recording is not None and recording.has_shapes:
         if asked.shapes:
             raise InputError("--shape can't be combined with --arrivals that have shapes")

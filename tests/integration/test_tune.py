@@ -169,14 +169,26 @@ def test_recorded_texts_of_any_length_are_tuned_for(tmp_path: Path) -> None:
     assert "A row&#x27;s size goes from 4 to 33 elements." in page.read_text()
 
 
+def test_folder_of_models_and_shapes_of_others_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        models.write(models.mlp((4, 4)), tmp_path / name / "1" / "model.onnx")
+    for arguments, said in (
+        ((tmp_path,), "expected one model, got a, b"),
+        ((tmp_path / "a", "--shape", "INPUT0=1,5"), "expected [-1, 4], got [1, 5]"),
+    ):
+        result = tune(*arguments, "--rate", 10)
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
 def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
     file = models.write(models.mlp((4, 4)), tmp_path / "m.onnx")
     for rows in (100, 100_000_000_000):
         result = tune(file, "--rate", 10, "--rows", rows)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert f"expected a batch of 1 to 32 rows, got {rows}" in result.stderr
     result = tune(file, "--rate", 10, "--shape", "INPUT0=100,4")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a batch of 1 to 32 rows, got 100" in result.stderr
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.clients.inputs import InputError
 from paceline.protos import model_config_pb2 as pb
-from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.own_model import own_model
 
 
@@ -35,5 +35,5 @@ def test_model_without_configuration_has_the_backend_of_its_files(tmp_path: Path
 def test_folder_of_many_models_cannot_be_tuned(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / name / "1" / "model.onnx")
-    with pytest.raises(TuneError, match="expected one model, got a, b"):
+    with pytest.raises(InputError, match="expected one model, got a, b"):
         own_model(tmp_path)
