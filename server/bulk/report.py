@@ -109,12 +109,13 @@ class DryRun:
         shard, shards = settings.shard
         left = max(0, self.counted.units - self.units_before)
         rows = -(-self.counted.rows * left // (shards * max(1, self.counted.units)))
+        instances = several(fixed.instances, "instance") if fixed.instances else "instances as configured"
         took, speed = "unknown, as none of the first could be computed, for ", ""
         if self.rows_per_s:
             took, speed = f"about {duration(rows / self.rows_per_s)} for ", f" at {amount(self.rows_per_s)} rows/s"
         lines = [
             f"model:     {self.description.name}; batches of up to {fixed.batch_rows:,} rows, "
-            + (f"by {settings.server}" if settings.server else several(fixed.instances, "instance")),
+            + (f"by {settings.server}" if settings.server else instances),
             f"input:     {several(len(self.source.files), 'file')}, {size(size_bytes)}, {about}"
             f"{self.counted.rows:,} rows",
             *_table(self._read()),

@@ -129,6 +129,11 @@ def test_dry_run_says_model_columns_sizes_and_time() -> None:
     assert memory.endswith("up to 2.0 GiB more for rows")
 
 
+def test_instances_that_are_not_chosen_are_as_configured() -> None:
+    text = replace(dry_run(), fixed=replace(FIXED, instances=0)).text()
+    assert "batches of up to 8 rows, instances as configured\n" in text
+
+
 def test_time_that_nothing_tells_is_called_unknown() -> None:
     last = replace(dry_run(), rows_per_s=0.0).text().splitlines()[-1]
     assert last == "time:      unknown, as none of the first could be computed, for 280 rows"
