@@ -80,32 +80,29 @@ def test_load_of_a_count_agrees_with_what_the_server_counted(server: ServerProce
     assert 0 < found["latency_ms"]["p50"] <= found["latency_ms"]["p99"] <= found["latency_ms"]["max"]
 
 
-def regions(server: ServerProcess) -> set[str]:
-    """The shared memory that the server knows, and what loads have made of it."""
+def regions(server: ServerProcess) -> list[Path]:
+    """The files of the shared memory that the server knows."""
     with grpc.insecure_channel(server.target) as channel:
         stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         known = stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest()).regions
-    return {*known, *(path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("psm_"))}
+    return [Path(f"/dev/shm{one.key}") for one in known.values()]
 
 
-def test_load_in_shared_memory_leaves_none_behind(server: ServerProcess) -> None:
-    before = regions(server)
-    loaded(server, "echo", "--count", "5", "--shared-memory")
-    assert regions(server) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_load_that_a_signal_ends_leaves_nothing_behind(server: ServerProcess, number: int) -> None:
-    before, answered = regions(server), succeeded(server, "echo")
-    arguments = ("load", "echo", "--server", server.target, "--distinct", "1", "--seconds", "60", "--shared-memory")
-    process = Forked("paceline", arguments, {**os.environ}, REPO)
+@pytest.mark.parametrize(("number", "count"), [(0, "40"), (signal.SIGINT, "9999"), (signal.SIGTERM, "9999")])
+def test_load_in_shared_memory_leaves_none_behind(server: ServerProcess, number: int, count: str) -> None:
+    answered = succeeded(server, "echo")
+    load = ("load", "echo", "--server", server.target, "--rate", "20", "--count", count, "--distinct", "1")
+    process = Forked("paceline", (*load, "--shared-memory"), {**os.environ}, REPO)
     # One request is sent before the load, to learn how large its outputs are.
     eventually(lambda: succeeded(server, "echo") > answered + 1, "requests of the load")
+    (file,) = regions(server)
+    assert file.exists()
     process.send_signal(number)
     with process.stderr as stderr:
         assert stderr.read() == ""
-    assert process.wait(20) == 128 + number
-    assert regions(server) == before
+    assert process.wait(20) == (128 + number if number else 0)
+    assert not regions(server)
+    assert not file.exists()
 
 
 def test_load_in_an_open_loop_sends_all_that_was_due(server: ServerProcess, tmp_path: Path) -> None:
