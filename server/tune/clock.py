@@ -23,6 +23,10 @@ _WAIT_NS = SWITCH_INTERVAL_S * 1e9
 """A wait of the event loop, on average, if there is one: whoever computes in Python keeps the lock for so long."""
 
 
+_Due = tuple[int, int, int, Callable[[int], None]]
+"""When, of which kind, the how manyth that was asked for, and what to do then."""
+
+
 class SimulatedClock:
     """A time in which only what is due happens, and only what takes time lets it pass."""
 
@@ -30,7 +34,8 @@ class SimulatedClock:
         self._random = random
         self._now_ns = 0
         self._busy_ns = 0
-        self._due: list[tuple[int, int, int, Callable[[int], None]]] = []
+        self._arrivals: list[_Due] = []
+        self._others: list[_Due] = []
         self._numbers = count()
 
     def now_ns(self) -> int:
@@ -44,7 +49,7 @@ class SimulatedClock:
 
     def at(self, at_ns: int, kind: int, do: Callable[[int], None]) -> None:
         """Call `do` with `at_ns` then, or as soon after that as there is time."""
-        heappush(self._due, (at_ns, kind, next(self._numbers), do))
+        heappush(self._arrivals if kind == ARRIVAL else self._others, (at_ns, kind, next(self._numbers), do))
 
     def spend(self, ns: float, waits: float) -> None:
         """Let the event loop compute for so long, and wait meanwhile, so many times as long on average."""
@@ -56,20 +61,16 @@ class SimulatedClock:
 
     async def go_on(self) -> None:
         """Do what is due next, and what follows at once. Something has to be."""
-        self._now_ns = until_ns = max(self._now_ns, self._due[0][0])
+        due = [self._others, self._arrivals]
+        self._now_ns = until_ns = max(self._now_ns, min(heap[0][0] for heap in due if heap))
         # An iteration of the loop: what becomes due while this is done is left for the next one. So are all arrivals
-        # after one that took time: gRPC hands them over one per iteration.
-        left, has_taken = [], False
-        while self._due and self._due[0][0] <= until_ns:
-            one = heappop(self._due)
-            (at_ns, kind, _, do), began_ns = one, self._now_ns
-            if kind == ARRIVAL and has_taken:
-                left.append(one)
-                continue
+        # after one that took time: gRPC hands them over one per iteration. Others don't look at those that wait.
+        while ready := [heap for heap in due if heap and heap[0][0] <= until_ns]:
+            at_ns, kind, _, do = heappop(min(ready))
+            began_ns = self._now_ns
             do(at_ns)
-            has_taken = has_taken or (kind == ARRIVAL and self._now_ns > began_ns)
-        for one in left:
-            heappush(self._due, one)
+            if kind == ARRIVAL and self._now_ns > began_ns:
+                due = [self._others]
         await asyncio.sleep(0)
 
 
