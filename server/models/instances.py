@@ -80,6 +80,7 @@ class Instances:
         self._made = 0
         # Of all instances that neither hang nor are lost. Slots of one instance have a runner each.
         self.runners = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
+        self._whole = len(self.runners)
         # Runners that still execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
         # Warm-ups of replacement instances that hang as well.
@@ -101,6 +102,11 @@ class Instances:
     def can_execute(self) -> bool:
         """Whether anything can execute."""
         return bool(self.runners)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether as many slots can execute as there were at first."""
+        return len(self.runners) >= self._whole
 
     @property
     def unrecoverable_reason(self) -> str:

@@ -109,9 +109,10 @@ class LoadQueue:
             self.check_descriptors()
             try:
                 with find() as folder:
-                    # Before the files are read: if they change meanwhile, the next look differs.
-                    sight = look_at(folder) if override is None else None
-                    if sight in unless:
+                    # Before the files are read: if they change meanwhile, the next look differs. What lies beside a
+                    # model that is a single file may be a part of it, or of others.
+                    sight = look_at(folder) if override is None and folder.file is None else None
+                    if sight is not None and sight in unless:
                         return []
                     loaded = load_model(
                         folder,

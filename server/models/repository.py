@@ -120,7 +120,7 @@ class Repository(ModelLookup):
         self, name: str, find: Find, override: pb.ModelConfig | None = None, *, explicit: bool = True
     ) -> None:
         """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
-        place of what it serves now. If that is ready, its last load succeeded and was of the very files and the
+        place of what it serves now. If all of that is there, its last load succeeded and was of the very files and the
         configuration that are there now, it goes on. `explicit`: it isn't loaded because another model needs it. Models
         that it needs itself are loaded first, and ensembles that need it follow. Loads and unloads of one model take
         turns, in the order of the calls.
@@ -131,7 +131,7 @@ class Repository(ModelLookup):
 
         def load(record: ModelRecord[ServedModel]) -> Awaitable[None]:
             serving = record.serving.values()
-            stays = override is None and not record.failure and all(one.instances.can_execute for one in serving)
+            stays = override is None and not record.failure and all(one.instances.is_whole for one in serving)
             unless = [one.sight for one in serving] if stays else []
             provide = partial(self._provide_called, name)
             return self._load(

@@ -208,7 +208,7 @@ class _World:
         self._clock = SimulatedClock(Random(f"{seed} waits"))
         self._costs_of = cache(partial(costs_at, served.costs))
         # What was met with batches of so many requests on average had smaller and larger ones, too.
-        self._usual_requests = 1.0
+        self._usual_requests, self._begun = 1.0, 0
         self._costs = self._costs_of(1)
         self._made = self._left = self._refused = 0
         self._requests, self._contents, self._first = requests, contents, first
@@ -266,7 +266,8 @@ class _World:
             self._batches[report.rows] += 1
 
     def _on_begin(self, requests: int) -> Costs:
-        self._usual_requests += _USUAL_WEIGHT * (requests - self._usual_requests)
+        self._begun += 1
+        self._usual_requests += max(_USUAL_WEIGHT, 1 / self._begun) * (requests - self._usual_requests)
         self._costs = self._costs_of(round(self._usual_requests, 1))
         return self._costs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -322,6 +323,20 @@ async def test_load_of_what_serves_unchanged_does_nothing(
     assert (repository.get("m", "") is before) is (override is None)
     await eventually_async(lambda: not repository.leaving, "what was replaced gone")
     assert repository.index() == lines
+
+
+async def test_load_of_a_model_that_is_a_single_file_always_loads(bench: Bench) -> None:
+    # Its weights may lie beside it.
+    bench.backends["onnxruntime"] = bench.backends["memory"]
+    bench.add("m")
+    repository = await bench.load()
+    (folder,) = find_models([bench.root])
+    file = next(path for path in folder.path.rglob("*") if path.is_file())
+    before = repository.get("m", "")
+    for _ in range(2):
+        await repository.load("m", always(replace(folder, file=file)))
+        assert repository.get("m", "") is not before
+        before = repository.get("m", "")
 
 
 async def test_load_after_a_failed_one_is_tried_though_nothing_changed(bench: Bench) -> None:

@@ -69,6 +69,13 @@ async def test_full_batches_are_prepared_beside_those_that_compute() -> None:
     assert alone.latencies.percentile_ns(50) == pytest.approx(10 * MS, rel=0.02)
 
 
+async def test_large_batches_are_usual_from_the_first_on() -> None:
+    costs = [Costs(loop_ns=400_000, requests=1), Costs(loop_ns=60_000, requests=64)]
+    served = Served(BatchPolicy(max_batch_rows=64), 1, lambda rows, *_: MS + rows * 50_000, costs)
+    few, many = [await simulate(served, Closed(256), requests=requests) for requests in (10_000, 20_000)]
+    assert few.throughput > 0.9 * many.throughput
+
+
 async def test_requests_of_other_keys_share_no_batch() -> None:
     contents = [Contents(2, "a", (), 10), Contents(2, "b", (), 100)]
     executed = await executions(BatchPolicy(max_batch_rows=16), 50, contents)
