@@ -106,14 +106,14 @@ def try_lengths(
     return LengthTrial(spec, why_not)
 
 
-def without_trial(spec: ModelSpec, asked: Sequence[LengthAxis] | None) -> LengthTrial:
-    """As `try_lengths`, of a model that isn't run."""
+def without_trial(spec: ModelSpec, asked: Sequence[LengthAxis] | None, why_not: str = "") -> LengthTrial:
+    """As `try_lengths`, of a model that isn't run. `why_not`: what speaks against filling it up, known without that."""
     if asked is None:
-        return LengthTrial(spec)
-    return _assumed(spec, asked_lengths(spec.executed.rows_in_front, asked, len(spec.inputs)))
+        return LengthTrial(spec, why_not if any(-1 in one.dims for one in spec.inputs) else "")
+    return _assumed(spec, asked_lengths(spec.executed.rows_in_front, asked, len(spec.inputs)), why_not)
 
 
-def _assumed(spec: ModelSpec, wanted: ModelSpec, why_not: str = "") -> LengthTrial:
+def _assumed(spec: ModelSpec, wanted: ModelSpec, why_not: str) -> LengthTrial:
     """`spec` with the lengths of `wanted`, and the outputs that are likely to follow them. Raises LoadError for states
     of free sizes, of which that has to be known."""
     unknown = why_not or "models with an execution accelerator aren't tried"

@@ -308,17 +308,18 @@ def over_rows(kind: str, rows: int | str = "batch") -> onnx.ModelProto:
     )
 
 
-def normalizing(training: bool) -> onnx.ModelProto:
-    """OUTPUT0 = INPUT0, FP32 [batch, 3], normalized; if `training`, by the numbers of all rows."""
+def normalizing(training: bool, statistics: Sequence[str] = ("mean", "variance")) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 [batch, 3, n], normalized; if `training`, by the numbers of all rows. ONNX Runtime then
+    dies of an execution if `statistics`, the names of its further results, are empty."""
     values = [
         numpy_helper.from_array(np.full(3, one, np.float32), name)
         for name, one in zip("sbmv", (1, 0, 0, 1), strict=True)
     ]
-    outputs = ["OUTPUT0", "mean", "variance"] if training else ["OUTPUT0"]
+    outputs = ["OUTPUT0", *statistics] if training else ["OUTPUT0"]
     return model(
         [helper.make_node("BatchNormalization", ["INPUT0", *"sbmv"], outputs, training_mode=int(training))],
-        [tensor("INPUT0", "FP32", ["batch", 3])],
-        [tensor("OUTPUT0", "FP32", ["batch", 3])],
+        [tensor("INPUT0", "FP32", ["batch", 3, "n"])],
+        [tensor("OUTPUT0", "FP32", ["batch", 3, "n"])],
         values,
     )
 

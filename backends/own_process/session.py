@@ -42,6 +42,7 @@ from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, 
 
 FILE = Path(__file__).with_name("model.py")
 """What runs there."""
+_TRAINS = "its BatchNormalization is in training mode, and normalizes by all rows of a batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +123,22 @@ class TriedModel(ABC):
         return self._options.tensorrt is None and self._options.openvino is None and not why_not_passed(spec)
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
-        spec = self.spec
-        if self._trains:  # ONNX Runtime has it learn from each execution, so that a trial sees random results
-            return Trial(spec, "its BatchNormalization is in training mode, and normalizes by all rows of a batch")
-        if not self._is_tried(spec):
-            return Trial(spec)
-        needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
-        with self._supervised(needed, supervise) as run:
-            tried = try_rows(needed, run)
-        return replace(tried, spec=replace(tried.spec, inputs=spec.inputs))
+        tried = Trial(self.spec)
+        if self._is_tried(self.spec):
+            needed = replace(self.spec, inputs=tuple(one for one in self.spec.inputs if not one.optional))
+            with self._supervised(needed, supervise) as run:
+                tried = try_rows(needed, run)
+            tried = replace(tried, spec=replace(tried.spec, inputs=self.spec.inputs))
+        if self._trains and not tried.deadly:
+            # ONNX Runtime has it learn from each execution, so its results look random. A crash counts all the same.
+            return replace(tried, why_not=_TRAINS, fixed_rows=0)
+        return tried
 
     def try_lengths(
         self, spec: ModelSpec, asked: Sequence[LengthAxis] | None, supervise: Supervise = unsupervised
     ) -> LengthTrial:
-        if not self._is_tried(spec):  # padding is tried by nobody, or as asked
-            return without_trial(spec, asked)
+        if self._trains or not self._is_tried(spec):  # padding is tried by nobody, or as asked
+            return without_trial(spec, asked, _TRAINS if self._trains else "")
         fixed = max((one.dims[0] for one in self.spec.inputs if one.dims), default=-1)
         with self._supervised(spec.executed, supervise) as run_as_it_is:
             run = turning(spec.executed)(run_as_it_is)

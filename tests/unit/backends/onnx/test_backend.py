@@ -14,7 +14,8 @@ from onnx import helper
 from paceline.backends.base import ModelSource
 from paceline.backends.errors import LoadError
 from paceline.backends.onnx.backend import OnnxBackend
-from paceline.backends.spec import ModelSpec, TensorSpec
+from paceline.backends.spec import Length, ModelSpec, TensorSpec
+from paceline.backends.trials import LengthAxis, Trial
 from paceline.protos.datatypes import DATATYPES
 from tests import models, odd_models
 from tests.unit.backends.onnx_models import (
@@ -211,3 +212,16 @@ def test_normalization_in_training_mode_is_told(
     tried = open_model(models.normalizing(training), tmp_path).try_rows()
     assert ("BatchNormalization is in training mode" in tried.why_not) is training
     assert ("after model.eval()" in caplog.text) is training
+
+
+def test_normalization_that_crashes_in_training_mode_is_deadly(tmp_path: Path) -> None:
+    opened = open_model(models.normalizing(training=True, statistics=("", "")), tmp_path)
+    assert opened.try_rows() == Trial(opened.spec, "the process that ran it was killed by SIGSEGV", deadly=True)
+
+
+def test_lengths_of_normalization_in_training_mode_are_untried(tmp_path: Path) -> None:
+    opened = open_model(models.normalizing(training=True), tmp_path)
+    why_not = opened.try_rows().why_not
+    found = opened.try_lengths(batched(opened.spec), [LengthAxis("INPUT0", 2)])
+    assert (found.spec.lengths, found.why_not) == ((Length("axis 2", ((0, 2),), ((0, 2),)),), why_not)
+    assert opened.try_lengths(batched(opened.spec), None).why_not == why_not
