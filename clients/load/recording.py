@@ -131,9 +131,11 @@ def _of_traces(text: str) -> list[_Arrivals]:
             for one in entry.get("timestamps", ()):
                 if one["name"] == "REQUEST_START":
                     starts_ns[entry["id"]] = int(one["ns"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         raise RecordError('expected traces, objects with "id", "model_name" and "timestamps"') from None
-    first_ns = min(starts_ns.values(), default=0)
+    first_ns, last_ns = min(starts_ns.values(), default=0), max(starts_ns.values(), default=0)
+    if last_ns - first_ns > _LONGEST_S * _NS:
+        raise RecordError(f"expected traces of at most {_LONGEST_S:g} seconds from the first REQUEST_START to the last")
     return [_Arrivals(models[one], (at_ns - first_ns) / _NS) for one, at_ns in starts_ns.items()]
 
 

@@ -38,6 +38,11 @@ def test_name_of_the_only_model_does_not_matter() -> None:
     assert read_recording([recorded_line("m", 0, 0, 3)], "other").at_ns == (0, 0, 0)
 
 
+def trace_lines(*starts_ns: int) -> list[str]:
+    starts = [[{"name": "REQUEST_START", "ns": at_ns}] for at_ns in starts_ns]
+    return [json.dumps([{"id": number, "timestamps": one} for number, one in enumerate(starts)])]
+
+
 def test_traces_say_when_requests_came() -> None:
     traces = [
         {"id": 1, "model_name": "m", "model_version": 1},
@@ -67,6 +72,8 @@ def test_traces_say_when_requests_came() -> None:
         (['{"at_s": 1, "model": "a"}', '{"at_s": 1, "model": "b"}'], "no arrivals for model 'm'; .* lines for a, b"),
         (['{"at_s": 1, "model": "m", "requests": 0}', '{"at_s": 1, "model": "b"}'], "^0 requests .* for b, too"),
         (['[{"id": 1}, {"timestamps": []}]'], 'expected traces, objects with "id"'),
+        (trace_lines(0, 10**400), "expected traces of at most 1e\\+15 seconds"),
+        (trace_lines(0, 10**300), "expected traces of at most 1e\\+15 seconds"),
     ],
 )
 def test_recording_that_is_none_is_refused(lines: list[str], fault: str) -> None:
