@@ -23,13 +23,11 @@ import grpc
 from paceline.backends.transport.link import Gathering, Link, RemoteEnd
 from paceline.backends.transport.parcel import Message
 from paceline.scheduler.answering import notify
-from paceline.scheduler.errors import QueueFull
 from paceline.server.config import Settings
-from paceline.server.errors import Aborted, StartError
+from paceline.server.errors import StartError
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
 from paceline.server.fronts.protocol import Kind
-from paceline.server.requests.in_flight import failure_of
-from paceline.server.rpc.calls import Context, HeaderRules
+from paceline.server.rpc.calls import Context, HeaderRules, answering
 from paceline.server.rpc.gate import Registry
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 from paceline.server.rpc.listener import Listener, until_quiet
@@ -177,17 +175,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
     """A unary handler from bytes to bytes, whose answers the engine gives: that of all RPCs but inference, health and
     reflection, whatever their messages."""
 
-    async def call(data: bytes, context: Context) -> bytes:
-        try:
-            return await answer(data, context)
-        except (Aborted, QueueFull) as error:
-            refusal = context.abort(*failure_of(error, "", rpc))
-        # As in `server.rpc.answering`: what this raises keeps this frame alive.
-        del data, context
-        await refusal
-        raise AssertionError("abort returned")
-
-    async def answer(data: bytes, context: Context) -> bytes:
+    async def call(_: None, data: bytes, context: Context) -> bytes:
         replies.refuse_if_full()
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
@@ -201,4 +189,5 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
             del reply
         return answered
 
-    return call
+    call.__name__ = rpc
+    return partial(answering(call), None)

@@ -8,6 +8,7 @@ the monotonic clock, which is the same for all processes of a machine.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import grpc
@@ -65,7 +66,7 @@ def unpacked_error(status: str, text: str) -> Aborted | ServerStopping:
 
 
 class CallContext:
-    """What unary handlers use of their context: headers, the time that is left, and `abort`."""
+    """What unary handlers use of their context: headers, the time that is left, and how they end."""
 
     def __init__(self, headers: tuple[tuple[str, str | bytes], ...], deadline_ns: int | None) -> None:
         self._headers = headers
@@ -78,6 +79,9 @@ class CallContext:
         if self._deadline_ns is None:
             return None
         return max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9)
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """Nothing: only a status and a text go to the front."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         raise Aborted(code, details)

@@ -18,10 +18,10 @@ from paceline.backends.transport.parcel import Message
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.errors import Aborted
+from paceline.server.errors import Aborted, ServerStopping
 from paceline.server.fronts.inference import Replies, Reply
 from paceline.server.fronts.process import _Front, forwarded
-from paceline.server.fronts.protocol import CallContext, Kind
+from paceline.server.fronts.protocol import CallContext, Kind, packed_error
 from paceline.server.requests.in_flight import InFlight
 
 _STATUS = grpc.StatusCode.NOT_FOUND
@@ -50,7 +50,9 @@ async def link() -> AsyncIterator[tuple[Link, Replies]]:
 
     def refuse(messages: list[Message]) -> None:
         for _, number, rpc, *_ in messages:
-            engine.send((Kind.FAILED, number, _STATUS.name, f"no {rpc}"))
+            stops = rpc == "ModelReady"
+            error = ServerStopping() if stops else Aborted(_STATUS, f"no {rpc}")
+            engine.send((Kind.FAILED, number, *packed_error(error)))
 
     def tell(messages: list[Message]) -> None:
         for message in messages:
@@ -78,6 +80,12 @@ async def test_refused_call_leaves_nothing_to_the_garbage_collector(link: tuple[
         assert gone() is None
     finally:
         gc.enable()
+
+
+async def test_call_to_a_stopping_engine_is_unavailable(link: tuple[Link, Replies]) -> None:
+    with pytest.raises(Aborted, match="the server is stopping") as kept:
+        await forwarded("ModelReady", *link)(b"", Context())
+    assert kept.value.status == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_unforeseen_failure_leaves_other_replies_alone() -> None:
