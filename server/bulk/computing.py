@@ -167,9 +167,11 @@ class Computing:
                 self._engine, sample_of, batch_rows=batch_rows, instances=instances, cpus=self._cpus, rates=rates
             )
         chunk, job_rows = shown[0]
-        if reason := choice.measured.reason:
-            rows = chunk.read_rows
-            why = f"none of the first {rows:,} rows could be computed: {reason}"
+        measured = choice.measured
+        if not measured.rows_per_s:
+            rows = chunk.read_rows - measured.untried_rows
+            which = f"{rows:,} rows tried" if measured.untried_rows else f"first {rows:,} rows"
+            why = f"none of the {which} could be computed: {measured.reason}"
             if job_rows <= rows and settings.max_bad.is_exceeded(rows, rows, are_all=True):
                 raise BulkError(why)
             _log.warning("%s; --max-bad says when that ends the job", why)

@@ -51,6 +51,8 @@ _MOST_NS, _MOST_OF_JOB = 15_000_000_000, 0.1
 """Trying takes no longer than this, or than such a part of the time that the job itself may take."""
 _WINDOWS, _LONG_WINDOW_NS, _LOOK_S = 64, 1_500_000_000, 0.005
 """Turns of sizes, in the time there is; the long one of a layout; how often is looked whether to read more rows."""
+_FEW_FAILS = 2
+"""Calls that fail, of each that can be under way, once the time is over."""
 _NEARLY, _MOST_MEMORY = 0.97, 0.5
 """The first layout that is so fast as the best is chosen; instances may take so much of the memory that is left."""
 
@@ -70,7 +72,8 @@ class Sample:
     """The first rows of a job. `batches`: what calls they make if a call has so many rows at most. `job_rows`: about
     how many rows there are in all. `read` reads and converts them once more, as a job does beside its calls. Calls with
     inputs and outputs of more than `most_call_bytes` aren't tried: no chunk has so many rows. `faults` counts those
-    that are found. `share`: of the time that trying may take, which this may."""
+    that are found. `share`: of the part of the job's time that trying may take, and of the time for turns, which this
+    may; others have taken `spent_ns`."""
 
     rows: Rows
     outputs: Sequence[str]
@@ -80,27 +83,30 @@ class Sample:
     most_call_bytes: float = math.inf
     faults: Faults = field(default_factory=Faults)
     share: float = 1.0
+    spent_ns: int = 0
 
     def most_ns(self, rows_per_s: float) -> float:
         """How long this may take."""
-        return self.share * min(_MOST_NS, _MOST_OF_JOB * self.job_rows * 1e9 / max(rows_per_s, 1e-9))
+        return min(_MOST_NS - self.spent_ns, self.share * _MOST_OF_JOB * self.job_rows * 1e9 / max(rows_per_s, 1e-9))
 
     def window_ns(self, rows_per_s: float) -> int:
         """How long a turn takes, or at least a call for each that can be under way."""
-        return int(self.most_ns(rows_per_s) / _WINDOWS)
+        return int(max(0, min(self.share * _MOST_NS, self.most_ns(rows_per_s))) / _WINDOWS)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """With calls of up to `batch_rows`, the model gives `rows_per_s`, if it has as many calls at a time as it takes.
     Outputs of a row have `output_row_bytes` on average. `smallest`: the same of the smallest calls that were tried.
-    `reason`: why no row could be computed, if that is so; `rows_per_s` is 0 then."""
+    `reason`: why no row that was tried could be computed, if that is so; `rows_per_s` is 0 then. There wasn't time to
+    try `untried_rows` of the sample."""
 
     batch_rows: int
     rows_per_s: float
     output_row_bytes: float
     smallest: Measured | None = None
     reason: str = ""
+    untried_rows: int = 0
 
     def with_faults(self, faults: Faults) -> Measured:
         """The same if so many rows of a job are at fault. A call that fails is a call lost; what was good in it, done
@@ -153,13 +159,15 @@ async def choose(
                 sizes = [size for size in sizes if size >= large or size == sizes[0]]
             sample, began_ns = replace(sample_of(model), faults=faults), clock()
             # Half of a layout's time is for its sizes, unless there is nothing else to find out.
-            share = replace(sample, share=(1 if instances else 0.5) / len(tries))
-            chosen = await measure(model, share, sizes, rates=rates, clock=clock)
+            share = (1 if instances else 0.5) / (len(tries) if model.on_cpus else 1)
+            shared = replace(sample, share=share, spent_ns=tried_ns)
+            chosen = await measure(model, shared, sizes, rates=rates, clock=clock)
             if rates and not instances and chosen.rows_per_s:
                 # Rows are read while layouts are compared, as that slows some more: an instance whose threads have all
                 # CPUs waits whole for the one that is interrupted.
-                window_ns = min(_LONG_WINDOW_NS, int(share.most_ns(chosen.rows_per_s)))
-                rate = await _Run(model, sample, chosen.batch_rows, clock).turn(window_ns=window_ns, read=sample.read)
+                window_ns = min(_LONG_WINDOW_NS, int(shared.most_ns(chosen.rows_per_s)))
+                run = _Run(model, sample, chosen.batch_rows, 0, clock)
+                rate = await run.turn(window_ns=window_ns, read=sample.read)
                 chosen = replace(chosen, rows_per_s=rate or chosen.rows_per_s)
             if not choices:
                 instance_bytes = max(0, resident_bytes() - began_bytes)
@@ -186,17 +194,18 @@ async def measure(
 ) -> Measured:
     """The best of `sizes`, which ascend: those that are close after a look at each take turns, until the time is over
     or all others have lost. If no row can be computed, a plain one."""
-    began_ns, turn = clock(), 1
-    runs = await _looked_at(model, sample, sizes, rates, clock)
+    turn, patience_ns = 1, int(sample.most_ns(0.0)) if rates else 0
+    runs, began_ns = await _looked_at(model, sample, sizes, rates, clock() + patience_ns, clock)
     close = sorted((run for run in runs if run.rates), key=lambda run: run.size)
     if not close:
         # Each batch may have a row at fault. Rows alone tell that it works, and about how fast it is.
-        runs.append(_Run(model, sample, 1, clock))
-        if sizes[0] > 1 and (rate := await runs[-1].turn()):
-            return replace(runs[-1].measured, batch_rows=sizes[0], rows_per_s=rate)
-        reasons = [*(run.reason for run in runs if run.reason), *(row.reason for row in sample.rows.bad)]
+        alone = runs[0] if sizes[0] == 1 and runs else _Run(model, sample, 1, clock() + patience_ns, clock)
+        if sizes[0] > 1 and (rate := await alone.turn()):
+            return replace(alone.measured, batch_rows=sizes[0], rows_per_s=rate)
+        reasons = [*(run.reason for run in (*runs, alone)), *(row.reason for row in sample.rows.bad)]
+        reason = next(filter(None, reasons), "no reason was given")
         plain = max((size for size in sizes if size <= PLAIN_ROWS), default=sizes[0])
-        return Measured(plain, 0.0, 0.0, reason=reasons[0])
+        return Measured(plain, 0.0, 0.0, reason=reason, untried_rows=len(sample.rows.good) - alone.tried_rows)
     speeds, smallest = [run.rates[0] for run in close], close[0].measured
     while True:
         scores = dict[_Run, float]()
@@ -207,8 +216,8 @@ async def measure(
         best = max(scores.values())
         close = [run for run in close if scores[run] >= (1 - _MARGIN / turn) * best]
         rate = max(run.measured.rows_per_s for run in close)
-        # If there isn't time for all, it is for the best.
-        left_rows = (sample.most_ns(rate) + began_ns - clock()) * 1e-9 * rate
+        # If there isn't time for all, it is for the best. Turns may only take a share: layouts are worth more.
+        left_rows = (sample.window_ns(rate) * _WINDOWS + began_ns - clock()) * 1e-9 * rate
         while len(close) > 1 and len(close) * model.at_once * close[-1].size > left_rows:
             close.remove(min(reversed(close), key=scores.__getitem__))
         if len(close) == 1 or turn > _TURNS:
@@ -216,27 +225,38 @@ async def measure(
             return replace(chosen.measured, smallest=smallest)
         for run in close:
             calls, window_ns = close[-1].size // run.size, sample.window_ns(rate)
-            run.rates.append(await run.turn(turn, calls=calls, window_ns=window_ns))
+            rate_now = await run.turn(turn, calls=calls, window_ns=window_ns)
+            run.rates += [rate_now] if rate_now else []
+        going = [run for run in close if len(run.rates) > turn]
+        if not going:  # all that is left of them fails: what was known before decides
+            return replace(max(close, key=scores.__getitem__).measured, smallest=smallest)
+        close = going
         taken = np.array([run.rates[1:] for run in close])
         speeds, turn = np.median(taken / taken.max(axis=0), axis=1).tolist(), turn + 1
 
 
-async def _looked_at(model: Computes, sample: Sample, sizes: Sequence[int], rates: bool, clock: Clock) -> list[_Run]:
-    """Of `sizes` the smallest, then one of a few rows, larger ones, and smaller ones as long as they lose little."""
+async def _looked_at(
+    model: Computes, sample: Sample, sizes: Sequence[int], rates: bool, until_ns: int, clock: Clock
+) -> tuple[list[_Run], int]:
+    """Of `sizes` the smallest, then one of a few rows, larger ones, and smaller ones as long as they lose little. With
+    them: since when their time counts."""
     runs, began_ns, losing, rate, best_rate = list[_Run](), clock(), 0, 0.0, 0.0
     larger, smaller = deque(sizes), deque[int]()
     while larger or smaller:
         rises, before, was_best = bool(larger), rate, best_rate
-        run = _Run(model, sample, (larger or smaller).popleft(), clock)
+        run = _Run(model, sample, (larger or smaller).popleft(), until_ns, clock)
         if rises and run.most_rows <= max((one.most_rows for one in runs), default=0):
             larger.clear()  # there are no more rows that could share a call
             continue
         runs.append(run)
         rate = await run.turn(window_ns=sample.window_ns(best_rate) if best_rate else 0)
+        if not rate and run.size == 1:
+            break
         best_rate = max(best_rate, rate)
+        began_ns = began_ns if was_best or not rate else clock()  # first calls may compile or load for long
         left_ns = sample.most_ns(best_rate) + began_ns - clock()
         if rates and (not was_best or rate < _FALLING * best_rate) and rate and left_ns > 0:
-            rate = max(rate, await run.turn(window_ns=sample.window_ns(best_rate)))  # first calls may compile
+            rate = max(rate, await run.turn(window_ns=sample.window_ns(best_rate) if was_best else 0))
             best_rate = max(best_rate, rate)
             left_ns = sample.most_ns(best_rate) + began_ns - clock()
         run.rates += [rate] if rate else []
@@ -247,20 +267,21 @@ async def _looked_at(model: Computes, sample: Sample, sizes: Sequence[int], rate
         left_rows = left_ns * 1e-9 * best_rate / model.at_once
         fitting = sample.most_call_bytes * run.most_rows / max(1, run.call_bytes)
         most = min(fitting, left_rows / 2 * rate / before if before else math.inf)
-        larger = deque(one for one in larger if losing < _MOST_LOSING and one <= most)
+        if larger and (losing >= _MOST_LOSING or larger[0] > most):
+            larger.clear()
         if rate and not was_best:  # from here on, sizes of which a call is still short are left for later
             few = min(_FEW_ROWS, len(sample.rows.good), _SHORT_CALL_S * rate, left_rows / 8)
             while len(larger) > 1 and larger[0] < few:
                 smaller.appendleft(larger.popleft())
-    return runs
+    return runs, began_ns
 
 
 class _Run:
     """Calls with the batches of one `size`, in turns, but for those that have failed; `reason` says why the last of
-    these has. `rates`: rows per second of the turns that count."""
+    these has. After `until_ns` it gives up after a few that fail. `rates`: rows per second of the turns that count."""
 
-    def __init__(self, model: Computes, sample: Sample, size: int, clock: Clock) -> None:
-        self._model, self._sample, self.size, self._clock = model, sample, size, clock
+    def __init__(self, model: Computes, sample: Sample, size: int, until_ns: int, clock: Clock) -> None:
+        self._model, self._sample, self.size, self._until_ns, self._clock = model, sample, size, until_ns, clock
         self._calls, self._batches = Calls(model, sample.outputs), sample.batches(size)
         self.most_rows = max(map(len, self._batches), default=0)
         # Filled up: few calls that happen to have long rows would make a size look slow.
@@ -271,6 +292,10 @@ class _Run:
         self.call_bytes = self._computed_rows = self._output_bytes = self._turn_elements = self._failed_ns = 0
 
     @property
+    def tried_rows(self) -> int:
+        return sum(len(self._batches[number]) for number in self._tried)
+
+    @property
     def measured(self) -> Measured:
         rate = float(np.median(self.rates[1:] or self.rates or [0.0]))
         return Measured(self.size, rate, self._output_bytes / max(1, self._computed_rows))
@@ -279,7 +304,8 @@ class _Run:
         self, number: int = 0, *, calls: int = 1, window_ns: int = 0, read: Callable[[], object] | None = None
     ) -> float:
         """Rows per second of so many `calls` or more for each that can be under way, for as long as `window_ns` or
-        longer; 0.0 if all fail. Turns of one `number` begin at the same place, the first in the middle of the work."""
+        longer; 0.0 if all fail, or all there is time for. Turns of one `number` begin at the same place, the first in
+        the middle of the work."""
         shares = (self._elements.cumsum() - self._elements / 2) / max(1, self._elements.sum())
         first = int(shares.searchsorted((0.5 + number * _STEP) % 1))
         numbers = cycle([*range(first, len(shares)), *range(first)])
@@ -309,9 +335,13 @@ class _Run:
                 rounds += 1
 
     async def _work(self, numbers: Iterator[int], calls: int, until_ns: int) -> None:
+        fails = 0
         while len(self._failed) < len(self._batches) and (calls > 0 or self._clock() < until_ns):
+            if fails >= _FEW_FAILS and self._clock() >= max(until_ns, self._until_ns):
+                break
             number = next(number for number in numbers if number not in self._failed)
-            calls -= await self._call(number)
+            succeeds = await self._call(number)
+            calls, fails = calls - succeeds, fails + (not succeeds)
 
     async def _call(self, number: int) -> bool:
         """Whether it succeeds."""

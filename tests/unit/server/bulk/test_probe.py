@@ -9,10 +9,12 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from paceline.clients.errors import inference_error
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.probe import Choice, Measured, Sample, choose, measure, sizes_of
 from paceline.server.bulk.values import Chunk, Places
@@ -103,6 +105,11 @@ async def test_slow_models_are_not_tried_for_long() -> None:
     assert model.now_ns < 20e9
 
 
+async def test_first_call_that_compiles_decides_nothing() -> None:
+    model = Costly(lambda rows: 2_000 if len(model.calls) == 1 else 10 + rows // 16)
+    assert (await model.best(64, job_rows=10_000)).batch_rows == 64
+
+
 async def test_small_jobs_are_not_tried_for_long() -> None:
     model = Costly(lambda rows: 10 + rows)
     # Eleven seconds by single rows, one and a half by the largest calls.
@@ -136,6 +143,41 @@ async def test_rows_that_are_all_at_fault_leave_plain_sizes() -> None:
     assert best.reason.startswith("can't double")
     assert (await model.best(128, [64])).batch_rows == 64  # as asked for
     assert (await chosen(model, 128)).measured == best
+
+
+@pytest.mark.parametrize(("sizes", "most_s"), [((), 17), ((4, 8), 36)], ids=["any size", "configured"])
+async def test_trying_ends_though_all_rows_fail(sizes: Sequence[int], most_s: int) -> None:
+    model = Costly(lambda rows: 1_000, *range(4_096))
+    best = await model.best(4_096, sizes)
+    assert model.now_ns <= most_s * 1e9
+    assert best.untried_rows == 4_096 - [len(call) for call in model.calls].count(1)
+
+
+async def test_rows_that_fail_are_few_where_speed_changes_nothing() -> None:
+    model = Costly(lambda rows: 1, *range(64))
+    assert (await chosen(model, 64, batch_rows=8, rates=False)).measured.untried_rows == 62
+    assert len(model.calls) == 4
+
+
+@pytest.mark.parametrize(("failing", "expected"), [((2, 4), 4), ((4,), 2)], ids=["all sizes", "one size"])
+async def test_sizes_that_fail_after_the_look_are_left_out(failing: Sequence[int], expected: int) -> None:
+    def cost(rows: int) -> int:
+        seen = [len(call) for call in model.calls].count(rows)
+        if rows in failing and seen > (2 if rows == 2 else 1):
+            raise inference_error(grpc.StatusCode.INTERNAL, "no more")
+        return 500 * rows + 4 // rows
+
+    model = Costly(cost)
+    best = await model.best(16, [2, 4])
+    assert (best.batch_rows, best.rows_per_s) == (expected, pytest.approx(2, rel=0.01))
+
+
+async def test_failures_without_text_are_failures() -> None:
+    def before(called: Sequence[int]) -> None:
+        raise inference_error(grpc.StatusCode.INTERNAL, "")
+
+    best = await measure(Doubling(before), Sample(numbers(0, 2), ["y"], partial(cut, 2)), [1, 2])
+    assert (best.rows_per_s, best.reason) == (0.0, "no reason was given")
 
 
 async def test_rows_that_all_misfit_tell_the_reason() -> None:
@@ -179,7 +221,7 @@ def test_process_with_some_cpus_has_no_more_threads() -> None:
     assert layouts(2, 4, whole_threads=4) == [Offline(2, 2)]
 
 
-async def chosen(model: Costly, rows: int, batch_rows: int = 0, **given: Any) -> Choice:
+async def chosen(model: Costly, rows: int, batch_rows: int = 0, rates: bool = True, **given: Any) -> Choice:
     @asynccontextmanager
     async def opened(offline: Offline) -> AsyncIterator[Costly]:
         yield model
@@ -188,7 +230,15 @@ async def chosen(model: Costly, rows: int, batch_rows: int = 0, **given: Any) ->
         return Sample(numbers(0, rows), ["y"], partial(cut, rows), **given)
 
     clock = lambda: model.now_ns  # noqa: E731
-    return await choose(opened, sample_of, batch_rows=batch_rows, clock=clock)  # type: ignore[arg-type]  # it has all of it
+    return await choose(opened, sample_of, batch_rows=batch_rows, rates=rates, clock=clock)  # type: ignore[arg-type]  # it has all of it
+
+
+@pytest.mark.parametrize("on_cpus", [True, False])
+async def test_slow_models_get_the_time_for_their_sizes(on_cpus: bool) -> None:
+    model = Costly(lambda rows: 400 + 10 * rows)
+    model.on_cpus = on_cpus
+    assert (await chosen(model, 64)).measured.batch_rows == 64
+    assert model.now_ns < 25e9
 
 
 async def test_rows_are_read_while_layouts_are_compared() -> None:
