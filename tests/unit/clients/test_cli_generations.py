@@ -113,5 +113,5 @@ def test_interrupt_ends_the_generation_on_the_server(peer: Talking) -> None:
         process.send_signal(signal.SIGINT)
         assert ended.wait(60)
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == 1
+        assert process.returncode == 130
         assert errors.strip() == "Aborted!"
