@@ -114,4 +114,4 @@ def test_interrupt_ends_the_generation_on_the_server(peer: Talking) -> None:
         assert ended.wait(60)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert errors.strip() == "Aborted!"
+        assert not errors
