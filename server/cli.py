@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -91,13 +92,21 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with a suggestion for each command: click knows only those that are imported."""
+        """As click does, with a suggestion for each command: click knows only those that are imported. And a boolean
+        flag without a value is true: what follows it is its value only if it can be one."""
         name = args[0]
         if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             near = get_close_matches(name, self.list_commands(ctx), n=1)
             hint = f"did you mean '{near[0]}'?" if near else "see paceline --help"
             ctx.fail(f"no such command '{name}': {hint}")
-        return super().resolve_command(ctx, args)
+        found, command, words = super().resolve_command(ctx, args)
+        options = [one for one in command.params if isinstance(one, click.Option)] if command else []
+        booleans = {name for one in options if one.type is click.BOOL and not one.is_flag for name in one.opts}
+        ends = [
+            "=true" if word in booleans and click.BOOL.str_to_bool(after) is None else ""
+            for word, after in pairwise([*words, "--"])
+        ]
+        return found, command, [word + end for word, end in zip(words, ends, strict=True)]
 
     def invoke(self, ctx: click.Context) -> object:
         """As click does, but Ctrl-C isn't the failure that exit code 1 stands for."""

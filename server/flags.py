@@ -32,9 +32,6 @@ Given = Mapping[str, Value]
 Serve = Callable[..., None]
 Decorator = Callable[[Serve], Serve]
 
-ALONE_IS_TRUE: Given = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOLEAN]"}
-"""Of an option that needs no value: `--flag` is `--flag true`."""
-
 _MANY = 2**31 - 1
 _OCTAL = re.compile(r"0?[0-7]{3}")
 
@@ -198,10 +195,10 @@ def flag(
     metavar: str | None = None,
     is_flag: bool | None = None,
     multiple: bool = False,
-    **more: Any,
 ) -> Decorator:
     """An option whose default is shown in the help, and says what type it has if `type` doesn't. What isn't explained
-    here, `more` included, is click's."""
+    here is click's."""
+    is_boolean = isinstance(default, bool) and not is_flag
     return click.option(
         f"--{name}",
         *([also] if also else []),
@@ -210,11 +207,10 @@ def flag(
         default=default,
         show_default=default != "",
         help=f"{what.removesuffix('.')}. Repeatable." if multiple else what,
-        type=bool if isinstance(default, bool) and not is_flag else type,
-        metavar=metavar,
+        type=bool if is_boolean else type,
+        metavar="[BOOLEAN]" if is_boolean else metavar,
         is_flag=is_flag,
         multiple=multiple,
-        **more,
     )
 
 

@@ -16,17 +16,7 @@ from pathlib import Path
 import click
 
 from paceline.server.cpus import usable_cpus
-from paceline.server.flags import (
-    ALONE_IS_TRUE,
-    AMOUNT,
-    COUNT,
-    NATURAL,
-    Decorator,
-    Given,
-    Section,
-    flag,
-    usage_errors,
-)
+from paceline.server.flags import AMOUNT, COUNT, NATURAL, Decorator, Given, Section, flag, usage_errors
 from paceline.server.model_path import ModelPath, models_to_serve
 from paceline.server.models.defaults import BackendConfig, BatchDefaults, parse_backend_config, parse_cache_config
 
@@ -68,8 +58,7 @@ LOAD_FLAGS: Sequence[Decorator] = (
         metavar="BACKEND,KEY=VALUE"),
     _models("cache-config", (), "Size of the response cache, for models that ask for one.", multiple=True,
         metavar="local,size=BYTES"),
-    _models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes.",
-        **ALONE_IS_TRUE),
+    _models("allow-python-models", False, "Whether models may be Python code, which runs in separate processes."),
     _models("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server."),
     _batching("max-batch-size", None, "Largest batch, in rows; by default 32. *", type=click.IntRange(1, _MAX_ROWS),
         also="--max-batchsize"),

@@ -18,7 +18,7 @@ from paceline.backends.installed import how_to_install
 from paceline.clients.connection import checked_target
 from paceline.clients.options import Number, Seconds, access_options, check_writable, one_line
 from paceline.server.bulk.settings import BulkSettings, Parameters, parse_max_bad, parse_memory, parse_shard
-from paceline.server.flags import ALONE_IS_TRUE, Value
+from paceline.server.flags import Value
 from paceline.server.telemetry.log_output import exit_now
 from paceline.server.tuning import excluded_from_gc
 
@@ -146,7 +146,8 @@ _OPTIONS = (
     _flag("--retry-bad", "retries_bad", is_flag=True, help="Do finished parts with rows at fault again."),
     _flag("--resume/--no-resume", "resumes", default=True,
         help="Go on with a job that was begun, or begin anew."),
-    _flag("--allow-python-models", default=False, help="Whether the model may be Python code.", **ALONE_IS_TRUE),
+    _flag("--allow-python-models", type=bool, default=False, metavar="[BOOLEAN]",
+        help="Whether the model may be Python code."),
     _flag("--execution-timeout-secs", "execution_timeout_s", default=0.0, type=Seconds(min=0), metavar="SECONDS",
         help="Longest execution before its instance is replaced; 0: no limit."),
     _flag("--dry-run", is_flag=True, help="Say what would be done and how long it would take, and do nothing."),

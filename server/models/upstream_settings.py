@@ -89,7 +89,7 @@ _FLAGS = (
         "A header to pass on if all requests of a batch have the same. Only '': none.",
         _DEFAULTS.tracing_headers,
     ),
-    _flag("upstream-use-ssl", False, "Whether to speak TLS to the upstream.", type=bool),
+    _flag("upstream-use-ssl", False, "Whether to speak TLS to the upstream."),
     _file("upstream-root-cert", "CAs that sign the upstream's certificate, PEM; by default gRPC's."),
     _file("upstream-client-cert", "Certificate to present to the upstream, PEM."),
     _file("upstream-client-key", "Key of that certificate, PEM, without a password."),

@@ -26,7 +26,7 @@ from paceline.clients.options import (
     one_line,
     one_line_errors,
 )
-from paceline.server.flags import ALONE_IS_TRUE, Value
+from paceline.server.flags import Value
 
 __all__ = ["tune"]
 
@@ -125,7 +125,9 @@ class Progress:
 @click.option(
     "--seconds", type=Seconds(0.2, 3600), default=5.0, show_default=True, help="How long they are tried each."
 )
-@click.option("--allow-python-models", default=False, help="Whether the model may be Python code.", **ALONE_IS_TRUE)
+@click.option(
+    "--allow-python-models", type=bool, default=False, metavar="[BOOLEAN]", help="Whether the model may be Python code."
+)
 @access_options
 def tune(
     model: Path,

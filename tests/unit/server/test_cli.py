@@ -76,8 +76,8 @@ def test_help_all_shows_each_flag_by_section() -> None:
         (("m", "--grpc-port", "-1"), "Invalid value for '--grpc-port'"),
         (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
         (("m", "--allow-metrics=0", "--status-page=1"), "--status-page true needs the metrics port, which --allow-met"),
-        (("m", "--allow-metrics", "perhaps"), "Invalid value for '--allow-metrics'"),
-        (("m", "--exit-on-error"), "Option '--exit-on-error' requires an argument"),
+        (("m", "--allow-metrics=perhaps"), "Invalid value for '--allow-metrics'"),
+        (("m", "--grpc-port"), "Option '--grpc-port' requires an argument"),
         (("m", "--exit-timeout-secs", "-1"), "Invalid value for '--exit-timeout-secs'"),
         (("m", "--exit-timeout-secs", "nan"), "Invalid value for '--exit-timeout-secs'"),
         (("m", "--exit-timeout-secs", "inf"), "Invalid value for '--exit-timeout-secs'"),
@@ -221,17 +221,21 @@ def test_url_among_paths_in_the_environment_is_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "allowed"),
     [
-        ("", False),
-        ("--allow-python-models", True),
-        ("--allow-python-models true", True),
-        ("--allow-python-models=false", False),
+        (".", False),
+        (". --allow-python-models", True),
+        ("--allow-python-models .", True),
+        ("--allow-python-models -- .", True),
+        ("--allow-python-models true .", True),
+        ("--allow-python-models=false .", False),
+        ("--allow-python-models False .", False),
     ],
 )
 def test_python_models_are_allowed_alike_everywhere(command: str, given: str, allowed: bool) -> None:
-    found = main.get_command(click.Context(main), command)
+    _, found, words = main.resolve_command(click.Context(main), [command, *given.split()])
     assert found is not None
-    with found.make_context(command, ["m", *given.split()], resilient_parsing=True) as context:
-        assert context.params["allow_python_models"] is allowed
+    with found.make_context(command, words, resilient_parsing=True) as context:
+        paths = context.params["paths"] if "paths" in context.params else [context.params["model"]]
+        assert ([str(path) for path in paths], context.params["allow_python_models"]) == (["."], allowed)
 
 
 def test_upstream_variable_without_an_upstream_is_a_usage_error() -> None:
