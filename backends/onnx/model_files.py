@@ -35,7 +35,7 @@ _PARTS: Mapping[int, Mapping[int, int]] = {
 _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14  # of TensorProto
 _KEY, _VALUE = 1, 2  # of StringStringEntryProto
 _GRAPH_OF_MODEL = 7  # of ModelProto
-_NODES, _WEIGHTS, _TENSORS = 1, 5, (11, 12)  # of GraphProto; input and output
+_WEIGHTS, _TENSORS = 5, (11, 12)  # of GraphProto; input and output
 _DATA_TYPE, _HALVES = 2, (10, 16)  # of TensorProto; FLOAT16 and BFLOAT16
 _RESULT, _OPERATOR = 2, 4  # of NodeProto: output and op_type
 _NAME, _SHAPE = 1, (2, 1, 2)  # of ValueInfoProto; its type, tensor_type and shape
@@ -48,6 +48,9 @@ _PIECE_BYTES = 2**20
 _MAX_MODEL_BYTES = 2**31 - 1
 """What protobuf parses."""
 
+Nodes = Mapping[int, list[memoryview]]
+"""By the kind of message that they are in."""
+
 Stamp = tuple[int, int]
 """Size in bytes and CRC-32 of a file's content, which only accidents have to differ by: files are trusted."""
 
@@ -55,13 +58,14 @@ Stamp = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a model's files say. `stamps`, one for each file, tell later whether any of them has changed. `operators`:
-    the types of the graph's nodes, except those in subgraphs of other nodes; `shapeless`: the names of its inputs and
-    outputs that have no shape; `halves`: some of its weights are floats of 16 bits; `trains`: it has a
-    BatchNormalization in training mode, which by ONNX has further outputs, with whatever version of that operator.
-    Nothing is known of other formats, some of which ONNX Runtime reads."""
+    the types of the graph's nodes; `inner_operators`: those of nodes in subgraphs of others, and in functions;
+    `shapeless`: the names of its inputs and outputs that have no shape; `halves`: some of its weights are floats of 16
+    bits; `trains`: it has, wherever, a BatchNormalization in training mode, which by ONNX has further outputs, with
+    whatever version of that operator. Nothing is known of other formats, some of which ONNX Runtime reads."""
 
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
+    inner_operators: frozenset[str] = frozenset()
     shapeless: frozenset[str] = frozenset()
     halves: bool = False
     trains: bool = False
@@ -88,8 +92,9 @@ def read_model_files(path: Path) -> ModelFiles:
     weights = _Weights(path)
     view = memoryview(content)[: stamp[0]]
     try:
-        changed = _changed(view, _MODEL, weights)
-        facts = Facts({"": stamp, **weights.stamps}, *_described(view))
+        nodes: Nodes = {_GRAPH: [], _SUBGRAPH: [], _FUNCTION: []}
+        changed = _changed(view, _MODEL, weights, nodes)
+        facts = Facts({"": stamp, **weights.stamps}, *_described(view, nodes))
     except (ValueError, IndexError, RecursionError):
         # Another format, or no model: ONNX Runtime reads it, or says what is wrong.
         return ModelFiles(str(path), Facts({"": stamp}))
@@ -185,8 +190,9 @@ def _last_change(file: FileIO) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-def _changed(message: memoryview, kind: int, weights: _Weights) -> bytes | None:
-    """`message` with its tensors changed so that ONNX Runtime needs no files; None if they needn't be."""
+def _changed(message: memoryview, kind: int, weights: _Weights, nodes: Nodes) -> bytes | None:
+    """`message` with its tensors changed so that ONNX Runtime needs no files; None if they needn't be. Its nodes are
+    added to `nodes`: a second walk through all of a large model would take as long as this one."""
     if kind == _INITIALIZER:
         return weights.name(message)
     if kind == _TENSOR:
@@ -195,29 +201,32 @@ def _changed(message: memoryview, kind: int, weights: _Weights) -> bytes | None:
     for number, begin, end, value in _fields(message):
         if number not in parts or isinstance(value, int):
             continue
-        changed = _changed(value, parts[number], weights)
+        if parts[number] == _NODE:
+            nodes[kind].append(value)
+        changed = _changed(value, parts[number], weights, nodes)
         if changed is not None:
             pieces += [message[done:begin], _field(number, changed)]
             done = end
     return b"".join([*pieces, message[done:]]) if pieces else None
 
 
-def _described(model: memoryview) -> tuple[frozenset[str], frozenset[str], bool, bool]:
-    """`operators`, `shapeless`, `halves` and `trains` of `Facts`. Raises as `_fields`."""
-    operators, shapeless, halves, trains = set[str](), set[str](), False, False
+def _described(model: memoryview, nodes: Nodes) -> tuple[frozenset[str], frozenset[str], frozenset[str], bool, bool]:
+    """`operators`, `inner_operators`, `shapeless`, `halves` and `trains` of `Facts`. Raises as `_fields`."""
+    operators, inner, shapeless, halves, trains = set[str](), set[str](), set[str](), False, False
+    for kind, of_kind in nodes.items():
+        for node in of_kind:
+            types = {bytes(name).decode() for name in _inside(node, _OPERATOR)}
+            (operators if kind == _GRAPH else inner).update(types)
+            trains |= "BatchNormalization" in types and len([*_inside(node, _RESULT)]) > 1
     for graph in _inside(model, _GRAPH_OF_MODEL):
         for number, _, _, part in _fields(graph):
             if isinstance(part, int):
                 continue
-            if number == _NODES:
-                types = {bytes(name).decode() for name in _inside(part, _OPERATOR)}
-                operators |= types
-                trains |= "BatchNormalization" in types and len([*_inside(part, _RESULT)]) > 1
-            elif number == _WEIGHTS:
+            if number == _WEIGHTS:
                 halves |= any(one == _DATA_TYPE and value in _HALVES for one, _, _, value in _fields(part))
             elif number in _TENSORS and not [*_inside(part, *_SHAPE)]:
                 shapeless |= {bytes(name).decode() for name in _inside(part, _NAME)}
-    return frozenset(operators), frozenset(shapeless), halves, trains
+    return frozenset(operators), frozenset(inner), frozenset(shapeless), halves, trains
 
 
 def _inside(message: memoryview, wanted: int, *path: int) -> Iterator[memoryview]:

@@ -197,6 +197,6 @@ def find_spec(name: str, session: Session, facts: Facts, declared: ModelSpec | N
         inputs=(*required, *optional),
         outputs=tuple(tensor_spec(name, "output", node, node.name in facts.shapeless) for node in outputs),
     )
-    dynamic = [one for one in sorted(facts.operators) if one.startswith(_DYNAMIC)]
+    dynamic = [one for one in sorted(facts.operators | facts.inner_operators) if one.startswith(_DYNAMIC)]
     why_left_out = tuple((node.name, why_unknown(node)) for node in left_out)
     return Found(spec, why_left_out, dynamic[0] if dynamic else "", facts.stamps, facts.halves, facts.trains)

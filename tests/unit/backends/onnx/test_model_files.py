@@ -1,4 +1,5 @@
-"""Weights in files beside a model's: wherever the model refers to them, and what isn't read."""
+"""Weights in files beside a model's: wherever the model refers to them, and what isn't read. Its nodes, wherever they
+are."""
 
 from __future__ import annotations
 
@@ -159,3 +160,20 @@ def test_file_without_weights_elsewhere_is_left_to_onnxruntime(tmp_path: Path, c
     path.write_bytes(content)
     assert read_model_files(path).model == str(path)
     assert not read_model_files(path).weights
+
+
+@pytest.mark.parametrize("place", ["graph", "branch", "branch of a branch", "function"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nodes_are_known_wherever_they_are(tmp_path: Path, place: str, training: bool) -> None:
+    model, _ = everywhere()
+    branch = model.graph.node[3].attribute[0].g
+    if place == "branch of a branch":
+        branch.node.add(op_type="If").attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
+        branch = branch.node[-1].attribute[0].g
+    graph = {"graph": model.graph, "function": model.functions[0]}.get(place, branch)
+    outputs = ["y", "mean", "variance"] if training else ["y"]
+    graph.node.append(helper.make_node("BatchNormalization", [*"xsbmv"], outputs))
+    facts = read_model_files(models.write(model, tmp_path / "model.onnx")).facts
+    assert facts.trains is training
+    found = [operators for operators in (facts.operators, facts.inner_operators) if "BatchNormalization" in operators]
+    assert found == [facts.operators if place == "graph" else facts.inner_operators]
