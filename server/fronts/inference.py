@@ -46,13 +46,14 @@ class Replies:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.last_number = 0
+        self.last_number = self.refused = 0
         # By the numbers that they have.
         self._waiting: dict[int, InFlight | Reply] = {}
 
     def refuse_if_full(self) -> None:
-        """Raise QueueFull if the engine doesn't take messages."""
+        """Raise QueueFull, and count that, if the engine doesn't take messages."""
         if self._link.unsent_bytes > _MAX_UNSENT_BYTES:
+            self.refused += 1
             raise QueueFull(
                 _MAX_UNSENT_BYTES, "bytes of messages to the process with the models, which isn't reading them"
             )

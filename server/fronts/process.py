@@ -28,7 +28,7 @@ from paceline.server.errors import StartError
 from paceline.server.fronts.inference import RemoteInference, Replies, Reply
 from paceline.server.fronts.protocol import Kind
 from paceline.server.rpc.calls import Context, HeaderRules, answering
-from paceline.server.rpc.gate import Registry
+from paceline.server.rpc.gate import Refused, Registry, Usage
 from paceline.server.rpc.handlers import METHODS, add_handlers, handler_of
 from paceline.server.rpc.listener import Listener, until_quiet
 from paceline.server.rpc.streaming import Streaming
@@ -139,7 +139,8 @@ class _Front:
     async def _tell_usage(self) -> None:
         """Report usage regularly, for the metrics and so that the engine hears from this process."""
         while True:
-            self._link.send((Kind.USAGE, *self._listener.usage))
+            own = Usage(refused=tuple(self._replies.refused if one is Refused.UNREAD else 0 for one in Refused))
+            self._link.send((Kind.USAGE, *self._listener.usage.plus(own)))
             await asyncio.sleep(_TELL_EVERY_S)
 
     def _set_state(self, serving: bool, ready: bool, stops: bool, live: bool) -> None:

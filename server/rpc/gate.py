@@ -62,13 +62,14 @@ an answer, and both have to be kept meanwhile."""
 
 
 class Refused(Enum):
-    """Why a call didn't get through."""
+    """Why a call didn't get through. `UNREAD`: a front refused it, or a request of a stream, as the engine hangs."""
 
     UNAUTHENTICATED = "unauthenticated"
     RESTRICTED = "restricted"
     RPCS = "rpcs"
     STREAMS = "streams"
     NO_MESSAGE = "no_message"
+    UNREAD = "unread"
 
 
 class Ended(Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from asyncio import FIRST_COMPLETED
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, request, total
 from tests.fronts import channel_each, fronts_of, is_alive
@@ -19,7 +21,7 @@ from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 from tests.ports import free_port
 
-OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+OK, UNAVAILABLE, FULL = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 TWO = ("--frontends", "2")
 PATIENT = "dynamic_batching { max_queue_delay_microseconds: 100000000 }"
 SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'
@@ -189,6 +191,21 @@ async def test_fronts_end_when_their_server_is_killed(tmp_path: Path) -> None:
             await eventually_async(lambda: not any(map(is_alive, channels)), "no front left")
     finally:
         server.kill()
+
+
+async def test_calls_that_a_hanging_engine_keeps_out_are_counted(server: ServerProcess) -> None:
+    refused = 'paceline_refused_rpcs{reason="unread"}'
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            calls = [stub.ModelReady(pb.ModelReadyRequest(name="m" * 2**21), timeout=60) for _ in range(40)]
+            await asyncio.wait([asyncio.ensure_future(one.code()) for one in calls], return_when=FIRST_COMPLETED)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        codes = [await one.code() for one in calls]
+    assert set(codes) == {FULL, grpc.StatusCode.NOT_FOUND}
+    await eventually_async(lambda: server.metrics()[refused] == codes.count(FULL), "each counted")
 
 
 def test_fronts_end_when_their_server_is_killed_while_they_start(tmp_path: Path) -> None:

@@ -47,15 +47,16 @@ def arrived(calls: Calls, call: Any) -> None:
 
 
 def test_usage_of_several_processes_is_their_sum() -> None:
-    one, other = Usage(1, 2, (1, 0, 0, 3, 2), 7), Usage(4, 8, (0, 5, 0, 1, 4), 8)
+    one, other = Usage(1, 2, (1, 0, 0, 3, 2, 0), 7), Usage(4, 8, (0, 5, 0, 1, 4, 9), 8)
     both = one.plus(other)
-    assert both == other.plus(one) == Usage(5, 10, (1, 5, 0, 4, 6), 15)
+    assert both == other.plus(one) == Usage(5, 10, (1, 5, 0, 4, 6, 9), 15)
     assert both.refused_by_reason == {
         "unauthenticated": 1,
         "restricted": 5,
         "rpcs": 0,
         "streams": 4,
         "no_message": 6,
+        "unread": 9,
     }
     assert both.plus(Usage()) == both
 
