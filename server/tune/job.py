@@ -145,7 +145,7 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
     recording = read_recording(asked.arrivals, served.name, asked.seed) if asked.arrivals is not None else None
     rows = asked.rows or 1 if served.max_batch_rows else None
     if rows is not None and rows > served.max_batch_rows:  # before so many are made up
-        raise InputError(f"--rows: expected a batch of 1 to {served.max_batch_rows} rows, got {rows}")
+        raise InputError(f"the load's requests: expected a batch of 1 to {served.max_batch_rows} rows, got {rows}")
     if recording is not None and recording.has_shapes:
         if asked.shapes:
             raise InputError("--shape can't be combined with --arrivals that have shapes")
