@@ -100,8 +100,8 @@ def _check_allowed(config: pb.ModelConfig, folder: ModelFolder, defaults: LoadDe
             raise ConfigError(f"{libraries}: clients may not upload code; put it into the repository")
         if not defaults.allow_op_libraries:
             raise ConfigError(
-                f"{libraries}: the library's code would run in this process; `paceline serve` and `check` allow it with "
-                "--allow-op-libraries true, if you trust everyone who can write to the model repository"
+                f"{libraries}: the library's code would run in this process; `paceline serve` and `check` allow it "
+                "with --allow-op-libraries true, if you trust everyone who can write to the model repository"
             )
     if backend_name(config) != PYTHON:
         return
