@@ -297,7 +297,7 @@ def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | N
     if recording is not None and recording.has_shapes:
         if shapes:
             raise InputError("--shape can't be combined with --arrivals that have shapes")
-        return recorded(metadata, given, recording.shapes, options.rows, options.seed)
+        return recorded(metadata, given, recording, options.rows, options.seed)
     requests = [given]
     if options.requests is not None:
         requests = list(read_steps(options.requests, given, "--requests"))

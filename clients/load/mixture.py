@@ -16,13 +16,13 @@ from typing import Final
 import numpy as np
 
 from paceline.clients.inputs import GivenTensor, InputError, RandomInputs, TypedInputs, prepare
+from paceline.clients.load.recording import Recording, Shapes
 from paceline.clients.messages import ModelMetadata
 
 MOST_BYTES: Final = 256 * 2**20
 """How much a mixture may hold; beyond that, it has fewer requests."""
 
 _LARGEST: Final = 2**40
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +96,41 @@ def mixed(
 ) -> list[TypedInputs]:
     """The inputs of `distinct` requests: `given` ones in turn, and the others made up. Raises InputError."""
 
-    def drawn() -> Iterator[Shapes]:
+    def drawn() -> Iterator[tuple[str, Shapes]]:
         generator = np.random.default_rng(seed)
         while True:
-            yield draw(shapes, generator)
+            yield "--shape", draw(shapes, generator)
 
     return _made(model, given, drawn(), rows, distinct, seed)
 
 
 def recorded(
-    model: ModelMetadata, given: Mapping[str, GivenTensor], shapes: Sequence[Shapes], rows: int | None, seed: int
+    model: ModelMetadata, given: Mapping[str, GivenTensor], recording: Recording, rows: int | None, seed: int
 ) -> list[TypedInputs]:
-    """The inputs of a request of each of these shapes. Raises InputError, also if that is more than `MOST_BYTES`."""
-    made = _made(model, [given], iter(shapes), rows, len(shapes), seed, "--arrivals, shape of")
-    if len(made) < len(shapes):
-        raise InputError(f"requests of all {len(shapes)} recorded shapes have more than {MOST_BYTES >> 20} MiB")
+    """The inputs of a request of each of its shapes. Raises InputError, also if that is more than `MOST_BYTES`."""
+    most = len(recording.shapes)
+    where = (f"--arrivals, line {line}: shape of" for line in recording.lines)
+    made = _made(model, [given], zip(where, recording.shapes, strict=True), rows, most, seed)
+    if len(made) < most:
+        raise InputError(f"requests of all {most} recorded shapes have more than {MOST_BYTES >> 20} MiB")
     return made
 
 
 def _made(
     model: ModelMetadata,
     given: Sequence[Mapping[str, GivenTensor]],
-    shapes: Iterator[Shapes],
+    shapes: Iterator[tuple[str, Shapes]],
     rows: int | None,
     most: int,
     seed: int,
-    option: str = "--shape",
 ) -> list[TypedInputs]:
+    """`shapes` have in front what says them, for errors."""
     made: list[TypedInputs] = []
     room_bytes = MOST_BYTES
     for number in range(most):
         own = given[number % len(given)]
         needs_more = any(tensor.name not in own for tensor in model.inputs)
-        chosen = next(shapes)
+        option, chosen = next(shapes)
         random = RandomInputs(rows, chosen, seed + number, option) if needs_more or chosen else None
         one = prepare(model, own, random)
         room_bytes -= sum(array.nbytes for array in one.arrays.values())

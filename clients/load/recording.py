@@ -36,16 +36,19 @@ class _Arrivals(NamedTuple):
     requests: int = 1
     seconds: float = 0.0
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What a file says: when requests came, in nanoseconds from the first, and which shapes each had by the place in
-    `shapes`; the shapes of inputs that it doesn't say are for the reader to choose."""
+    `shapes`, which a line of the file, in `lines`, was the first to have; the shapes of inputs that it doesn't say are
+    for the reader to choose."""
 
     at_ns: tuple[int, ...]
     contents: tuple[int, ...]
     shapes: tuple[Shapes, ...]
+    lines: tuple[int, ...]
 
     @property
     def has_shapes(self) -> bool:
@@ -89,16 +92,18 @@ def read_recording(lines: Iterable[str], model: str = "", seed: int = 0) -> Reco
     each = [(one.at_s + one.seconds * random.random(), one.shapes) for one in found for _ in range(one.requests)]
     each.sort(key=lambda one: one[0])
     first_s, kinds = each[0][0], {shapes: place for place, shapes in enumerate(dict.fromkeys(one[1] for one in each))}
+    says = {one.shapes: one.line for one in reversed(found)}
     return Recording(
         tuple(round((at_s - first_s) * _NS) for at_s, _ in each),
         tuple(kinds[shapes] for _, shapes in each),
         tuple(map(dict, kinds)),
+        tuple(says[shapes] for shapes in kinds),
     )
 
 
 def _of_line(number: int, line: str) -> _Arrivals:
     try:
-        return _parsed(json.loads(line))
+        return _parsed(json.loads(line))._replace(line=number)
     except (ValueError, RecursionError, OverflowError) as error:
         what = str(error) if isinstance(error, RecordError) else "not JSON"
         raise RecordError(f"line {number}: {what}") from None

@@ -149,7 +149,7 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
     if recording is not None and recording.has_shapes:
         if asked.shapes:
             raise InputError("--shape can't be combined with --arrivals that have shapes")
-        requests = recorded(metadata, {}, recording.shapes, rows, asked.seed)
+        requests = recorded(metadata, {}, recording, rows, asked.seed)
     else:
         distinct = _DISTINCT if any(one.varies for one in asked.shapes.values()) else 1
         requests = mixed(metadata, [{}], shapes=asked.shapes, rows=rows, distinct=distinct, seed=asked.seed)

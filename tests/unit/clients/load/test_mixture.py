@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from paceline.clients.inputs import GivenTensor, InputError
 from paceline.clients.load import mixture
 from paceline.clients.load.mixture import draw, mixed, parse_mixed_shape, recorded
+from paceline.clients.load.recording import Recording, read_recording
 from paceline.clients.messages import ModelMetadata, TensorMetadata
 
 
@@ -15,6 +18,11 @@ def model(**inputs: tuple[int, ...]) -> ModelMetadata:
 
 
 MODEL = model(ids=(-1, -1), mask=(-1, -1))
+
+
+def recording(*shapes: dict[str, tuple[int, ...]]) -> Recording:
+    """A request a second."""
+    return read_recording([json.dumps({"at_s": at_s, "shapes": one}) for at_s, one in enumerate(shapes)])
 
 
 def shapes(*texts: str, count: int, seed: int = 0) -> list[dict[str, tuple[int, ...]]]:
@@ -73,17 +81,18 @@ def test_mixture_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = dict(map(parse_mixed_shape, ["ids=1,25", "mask=1,25"]))  # 400 bytes
     assert len(mixed(MODEL, [{}], shapes=parsed, rows=None, distinct=9, seed=0)) == 2
     with pytest.raises(InputError, match="all 3 recorded shapes"):
-        recorded(MODEL, {}, [{"ids": (1, 25), "mask": (1, 25)}] * 3, None, 0)
+        recorded(MODEL, {}, recording(*[{"ids": (1, size), "mask": (1, size)} for size in (24, 25, 26)]), None, 0)
 
 
 def test_recorded_shapes_have_a_request_each() -> None:
-    made = recorded(MODEL, {}, [{"ids": (1, 5), "mask": (1, 5)}, {"ids": (2, 3), "mask": (2, 3)}], None, 0)
+    made = recorded(MODEL, {}, recording({"ids": (1, 5), "mask": (1, 5)}, {"ids": (2, 3), "mask": (2, 3)}), None, 0)
     assert [one.arrays["ids"].shape for one in made] == [(1, 5), (2, 3)]
 
 
 def test_recorded_shape_of_no_input_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^--arrivals, shape of zz: model 'm' has no such input"):
-        recorded(MODEL, {}, [{"zz": (1, 4)}], None, 0)
+    good = {"ids": (1, 4), "mask": (1, 4)}
+    with pytest.raises(InputError, match=r"^--arrivals, line 3: shape of zz: model 'm' has no such input"):
+        recorded(MODEL, {}, recording(good, good, {"zz": (1, 4)}, {"zz": (1, 4)}), None, 0)
 
 
 def test_shapes_left_open_are_refused() -> None:
