@@ -51,8 +51,7 @@ class BatchQueue(Generic[RequestT]):
         self._returns = ReturningCallers()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._awaits_returns = policy.await_returns and not configured and policy.max_batch_rows > 1
-        # If a delay is configured, it alone says how long to wait for more requests.
-        self._may_keep_idle = not policy.max_queue_delay_ns
+        self._may_keep_idle = True
         self._enough_rows = min(policy.preferred)
         self.sizing = Sizing(policy, self.latency)
         self._allowance = self.sizing.allowance

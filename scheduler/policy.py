@@ -101,7 +101,8 @@ class BatchPolicy:
     A batch has at most `max_batch_rows` rows and, unless 0, at most `max_batch_requests` requests (1 switches merging
     off). A prefix of the queue whose rows are one of `preferred_batch_rows` leaves as soon as an instance is idle;
     anything else once its oldest request has waited `max_queue_delay_ns`. If no sizes are given, `max_batch_rows` is
-    preferred.
+    preferred. While requests keep arriving together, an idle instance is kept waiting for all of them (`turns`),
+    however short the delay.
 
     Priorities are levels from 1, served first, to `priority_levels`; 0 levels: all requests are equal. Each level has
     the queue policy of that number in `priority_queue`, or else `queue`. `preserve_ordering`: answers leave in order of

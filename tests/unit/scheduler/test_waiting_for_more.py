@@ -154,10 +154,11 @@ async def test_requests_start_at_once_when_they_fill_the_shared_limit() -> None:
     assert await started_after(one) == 0
 
 
-async def test_idle_instance_waits_for_the_configured_delay() -> None:
-    one = bench(max_queue_delay_ns=300 * US)
+@pytest.mark.parametrize(("delay_us", "waits_us"), [(0, 1_200), (300, 1_200), (3_000, 3_000)])
+async def test_longer_of_delay_and_wait_for_a_crowd_counts(delay_us: int, waits_us: int) -> None:
+    one = bench(max_queue_delay_ns=delay_us * US)
     one.put("a")
-    assert await started_after(one) == 300
+    assert await started_after(one) == waits_us
 
 
 async def test_flush_ends_all_waiting_for_more_requests() -> None:
