@@ -65,16 +65,23 @@ def _batches(one: Tried, live: Live) -> str:
 
 
 def _executions(one: Tried, live: Live) -> str:
-    layout, rows = one.setting.layout, sum(rows * number for rows, number in live.batches.items())
-    if not rows or not live.executed_ns:
-        return ""
-    own_ns = sum(number * each * layout.curve.mean_ns(each) for each, number in live.batches.items()) / rows
-    return _times(live.executed_ns / (own_ns * costs_at(layout.costs, _requests(live)).slowdown), "executions took")
+    known = costs_at(one.setting.layout.costs, _requests(live)).slowdown
+    return _times(_slowdown(one, live) / known, "executions took") if live.executed_ns and live.batches else ""
 
 
 def _loop(one: Tried, live: Live) -> str:
     known = costs_at(one.setting.layout.costs, _requests(live))
     return _times(live.loop_ns / max(1.0, known.loop_ns), "a request took the server's event loop")
+
+
+def _idle(one: Tried, live: Live) -> str:
+    layout = one.setting.layout
+    own_ns = sum(number * layout.curve.mean_ns(rows) for rows, number in live.batches.items())
+    busy = own_ns * _slowdown(one, live) * (1 - layout.prepared) / (live.seconds * 1e9 * layout.instances)
+    # With a rate, so long as all are answered, it's the load that says how long instances have nothing to do.
+    if not busy or one.load is None or one.load.rate or busy * _LONGER > one.found.busy:
+        return ""
+    return f"instances executed for {busy:.0%} of the time instead of {one.found.busy:.0%}, as the rest took longer"
 
 
 def _saturation(one: Tried, live: Live) -> str:
@@ -110,10 +117,28 @@ def _times(ratio: float, what: str) -> str:
     return f"{what} {ratio:.2f} times as long as when that was measured before"
 
 
+def _slowdown(one: Tried, live: Live) -> float:
+    """How many times as long executions took as on their own, of a request on average; 0: none is known."""
+    curve, rows = one.setting.layout.curve, sum(rows * number for rows, number in live.batches.items())
+    own_ns = sum(number * each * curve.mean_ns(each) for each, number in live.batches.items())
+    return live.executed_ns * rows / own_ns if own_ns else 0.0
+
+
 def _requests(live: Live) -> float:
     """Of a batch."""
     return 1 / live.batches_per_request if live.batches_per_request else 1.0
 
 
 # What disturbs comes first, then what is simulated wrongly, then what can't be known better.
-_CHECKS: Final[tuple[_Check, ...]] = (_others, _sender, _batches, _executions, _loop, _saturation, _few, _halves, _wait)
+_CHECKS: Final[tuple[_Check, ...]] = (
+    _others,
+    _sender,
+    _batches,
+    _executions,
+    _loop,
+    _saturation,
+    _few,
+    _halves,
+    _wait,
+    _idle,
+)

@@ -7,7 +7,7 @@ make loads. What is tried is `Try`, so that equal answers give an equal choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried
@@ -66,10 +66,15 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
         all_of_it = with_load(holding[0], goal)
         holding = [all_of_it, *holding[1:]] if all_of_it.holds else holding
     holding = _ordered(holding, goal, searches=searches)
-    for setting in _variations(holding[0].setting) if holding else ():
+    # Room for more is what counts at a given rate with a bound, and a shorter wait may leave less.
+    changes = (_without_spinning, _with_sizes) if goal.rate and goal.p99_ns and not searches else _CHANGES
+    for change in changes if holding else ():
         first = holding[0]
-        varied = with_load(replace(first, setting=setting), first.load or goal)
-        holding = [varied, *holding] if varied.holds and _is_better(varied, first, goal) else holding
+        setting = change(first.setting)
+        if all(setting != one.setting for one in candidates):
+            found = next((one.found for one in choice.simulated if one.setting == setting), first.found)
+            varied = with_load(replace(first, setting=setting, found=found), first.load or goal)
+            holding = [varied, *holding] if varied.holds and _is_better(varied, first, goal) else holding
     if holding and goal.rate and not searches and holding[0].load == goal:
         # Much more than the load that was asked for is easily predicted wrong.
         first = holding[0]
@@ -83,14 +88,29 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
     return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
 
 
-def _variations(setting: Setting) -> Iterator[Setting]:
-    """`setting` with one change each whose worth a simulation doesn't show, so that it is tried or not known."""
-    layout, policy = setting.layout, setting.policy
-    if layout.spins:  # what that costs others shows only between executions
-        yield replace(setting, layout=replace(layout, allow_spinning=False))
-    if layout.gpus and policy.max_batch_rows > 1 and policy.max_batch_requests != 1 and not policy.batch_sizes:
-        # Filling batches up only costs, by what was measured. But each new shape may cost a GPU more.
-        yield replace(setting, policy=replace(policy, batch_sizes=tuple(sizes_to_try(policy.max_batch_rows))))
+# What is worth more or less than a simulation shows, so that it is tried or not known.
+
+
+def _without_wait(setting: Setting) -> Setting:
+    """Costs are measured without one."""
+    return replace(setting, policy=replace(setting.policy, max_queue_delay_ns=0))
+
+
+def _without_spinning(setting: Setting) -> Setting:
+    """What that costs others shows only between executions."""
+    layout = setting.layout
+    return replace(setting, layout=replace(layout, allow_spinning=False)) if layout.spins else setting
+
+
+def _with_sizes(setting: Setting) -> Setting:
+    """Filling batches up only costs, by what was measured. But each new shape may cost a GPU more."""
+    policy = setting.policy
+    if not setting.layout.gpus or policy.max_batch_rows == 1 or policy.max_batch_requests == 1 or policy.batch_sizes:
+        return setting
+    return replace(setting, policy=replace(policy, batch_sizes=tuple(sizes_to_try(policy.max_batch_rows))))
+
+
+_CHANGES = (_without_wait, _without_spinning, _with_sizes)
 
 
 def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:
@@ -98,7 +118,7 @@ def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:
     assert one.live is not None
     assert other.live is not None
     if not goal.rate:
-        return one.live.throughput > _AS_GOOD * other.live.throughput
+        return one.live.throughput > _ANSWERS_AS_MANY * other.live.throughput
     mine, theirs = (each.latencies.percentile_ns(99) or math.inf for each in (one.live, other.live))
     return mine * _AS_GOOD < theirs
 

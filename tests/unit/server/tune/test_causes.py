@@ -64,6 +64,14 @@ def test_wait_that_was_only_simulated_is_the_last_cause() -> None:
     assert longer.endswith("executions took 1.13 times as long as when that was measured before")
 
 
+def test_idle_instances_are_a_cause_of_clients() -> None:
+    # 400 batches of 3 ms in 5 s.
+    met = replace(LIVE, throughput=320, batches={4: 400})
+    said = why(replace(TRIED, live=met, load=Goal(clients=4)))
+    assert said.endswith("instances executed for 24% of the time instead of 30%, as the rest took longer")
+    assert why(replace(TRIED, live=met)).endswith("nothing that was measured says why")
+
+
 def test_all_that_is_far_away_is_named() -> None:
     said = why(replace(TRIED, live=replace(LIVE, throughput=300, batches={2: 750})))
     assert said.startswith("p99 is 1.50 and throughput is 0.75 times what was predicted: batches had 2 rows")

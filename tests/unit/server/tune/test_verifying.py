@@ -78,6 +78,46 @@ def test_spinning_is_tried_without_and_stays_unless_that_is_better() -> None:
         assert best[0 if spins else 1].setting == spinning.setting
 
 
+@pytest.mark.parametrize(
+    ("goal", "with_wait", "without", "waits"),
+    [
+        (Goal(clients=4), (9, 100.0), (9, 104.0), False),
+        (Goal(clients=4), (9, 100.0), (9, 102.0), True),
+        (Goal(rate=100), (9, 100.0), (8, 100.0), False),
+        (Goal(rate=100), (9, 100.0), (8.8, 100.0), True),
+        (GOAL, (9, 100.0), (5, 100.0), True),  # room counts, which shows at no rate that is given
+    ],
+)
+def test_wait_is_tried_without_where_that_shows_its_worth(
+    goal: Goal, with_wait: tuple[float, float], without: tuple[float, float], waits: bool
+) -> None:
+    one = tried(2, 10, throughput=90)
+    waiting = replace(one, setting=replace(one.setting, policy=replace(one.setting.policy, max_queue_delay_ns=MS)))
+    best = verified(
+        Choice(tried(1, 30, throughput=50), [waiting], 9, [waiting, one]),
+        goal,
+        lambda setting, _: (
+            live(30, 50)
+            if setting.policy.max_batch_rows == 1
+            else live(*(with_wait if setting.policy.max_queue_delay_ns else without))
+        ),
+    ).best
+    assert bool(best[0].setting.policy.max_queue_delay_ns) is waits
+    assert best[0].found is (waiting if waits else one).found
+
+
+def test_wait_is_not_tried_without_twice() -> None:
+    one, times = tried(2, 10), list[Setting]()
+    waiting = replace(one, setting=replace(one.setting, policy=replace(one.setting.policy, max_queue_delay_ns=MS)))
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        times.append(setting)
+        return live(9, 100)
+
+    verified(Choice(one, [waiting], 9), Goal(clients=4), attempt)
+    assert len(times) == 2
+
+
 def test_allowed_sizes_are_tried_on_gpus_and_stay_if_better() -> None:
     one = tried(4, 10, 300)
     on_gpu = replace(one.setting, layout=replace(LAYOUT, gpus=1))
