@@ -214,7 +214,6 @@ class Decoupled:
             flight = answer.flight
             if flight.ended:
                 continue  # by an answer before this one that couldn't be made
-            answer.opened.count_answer(error)
             if error is None:
                 answer.let_go()
                 answer.opened.hold()
@@ -222,6 +221,7 @@ class Decoupled:
                     flight.on_more(answer, None)
                 except Exception as failure:  # noqa: BLE001 - the caller must get an answer, and others theirs
                     error = as_value(failure)
+            answer.opened.count_answer(error)
             if error is not None:
                 flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
                 notify([flight])

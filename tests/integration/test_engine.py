@@ -288,6 +288,8 @@ async def test_unforeseen_failure_of_a_callback_leaves_others_alone(tmp_path: Pa
         engine.announce(served, {"input_ids": PROMPT}, asked, lambda one: ended.put_nowait(len(one.outputs)))
         assert str(await asyncio.wait_for(errors.get(), 20)) == "a bug"
         assert await asyncio.wait_for(ended.get(), 20) == 1
+        counted = served.statistics.answers_of(0)
+        assert (counted.failed.count, counted.succeeded.count) == (1, 0)
 
 
 async def test_stream_that_is_left_withdraws_its_request(tmp_path: Path) -> None:
