@@ -111,7 +111,8 @@ class RequestSpan:
         self._model = model
         self._offset_ns = _offset_ns()
         self._taken_ns = 0
-        # By part: when its last execution ended. Most requests have one part only.
+        # By part: when its last execution ended. Most requests have one part only. No part gets the id of another: none
+        # goes before all are made (`server.requests.parts`). The parts themselves would lead back to this span.
         self._executed: dict[int, int] = {}
         attributes: dict[str, str | int] = {
             "rpc.system": "grpc",
