@@ -290,9 +290,11 @@ class JobFolder:
         return job
 
     def _compare(self, begun: _Job, job: _Job) -> None:
-        found = differences(begun.fingerprint, job.fingerprint) + files_differ(begun.files, job.files)
-        if found:
-            raise BulkError(
+        asked = differences(begun.fingerprint, job.fingerprint)
+        if found := asked + files_differ(begun.files, job.files):
+            # An input that has changed is no flag's fault, and may be what another machine sees late.
+            kind = FlagError if asked else BulkError
+            raise kind(
                 f"the job in {self._name} was begun {'; '.join(found)}: start it as it was, name another folder,"
                 f" or begin anew with --no-resume"
             )

@@ -163,7 +163,7 @@ def test_other_configuration_is_refused_by_name(tmp_path: Path, change: dict[str
     with opened(tmp_path):
         pass
     folder = JobFolder(str(tmp_path))
-    with pytest.raises(BulkError, match=reason):
+    with pytest.raises(FlagError, match=reason):
         folder.open({**FINGERPRINT, **change}, FILES, never)
     with opened(tmp_path):  # the lock was given up
         pass
@@ -221,8 +221,9 @@ def test_same_model_of_a_server_goes_on(tmp_path: Path) -> None:
 def test_other_input_is_refused_by_name(tmp_path: Path, files: list[InputFile], reason: str) -> None:
     with opened(tmp_path):
         pass
-    with pytest.raises(BulkError, match=reason):
+    with pytest.raises(BulkError, match=reason) as raised:
         JobFolder(str(tmp_path)).open(FINGERPRINT, files, never)
+    assert raised.type is BulkError
 
 
 def test_other_output_format_is_refused(tmp_path: Path) -> None:
