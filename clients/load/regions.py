@@ -7,7 +7,6 @@ which they overwrite each other; nobody reads them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
@@ -27,16 +26,17 @@ def in_shared_memory(
     size = sum(sum(map(len, request.raw_input_contents)) for request in requests)
     size += sum(sum(output.values()) for output in sizes)
     memory = SharedMemory(create=True, size=max(1, size))
-    name = f"paceline-load-{os.getpid()}"
+    name = f"paceline-load-{memory.name}"
     try:
         client.register(name, f"/{memory.name}", memory.size)
-        try:
-            yield list(_placed(requests, sizes, name, memory))
-        finally:
-            client.unregister(name)
+        yield list(_placed(requests, sizes, name, memory))
     finally:
-        memory.close()
-        memory.unlink()
+        # A signal may come when the server has registered it and hasn't said so. No other region has that name.
+        try:
+            client.unregister(name)
+        finally:
+            memory.close()
+            memory.unlink()
 
 
 def _placed(

@@ -14,11 +14,14 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from paceline.clients.load.control import ControlClient
+from paceline.clients.load.regions import in_shared_memory
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from paceline.server.cli import main
 from tests import decoder_models, models, state_models, text_models
 from tests.decoder_models import TINY
+from tests.fault.traffic import request
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.nursery import Forked
 from tests.polling import eventually
@@ -103,6 +106,22 @@ def test_load_in_shared_memory_leaves_none_behind(server: ServerProcess, number:
     assert process.wait(20) == (128 + number if number else 0)
     assert not regions(server)
     assert not file.exists()
+
+
+class Interrupted(ControlClient):
+    """A signal comes when the server has registered memory, and before it has said so."""
+
+    def register(self, name: str, key: str, size_bytes: int) -> None:
+        super().register(name, key, size_bytes)
+        raise KeyboardInterrupt
+
+
+def test_signal_while_memory_is_registered_leaves_none(server: ServerProcess) -> None:
+    before = {*Path("/dev/shm").glob("psm_*")}
+    with Interrupted(server.target) as client, pytest.raises(KeyboardInterrupt):
+        in_shared_memory(client, [request()]).__enter__()
+    assert not regions(server)
+    assert before >= {*Path("/dev/shm").glob("psm_*")}
 
 
 def test_load_in_an_open_loop_sends_all_that_was_due(server: ServerProcess, tmp_path: Path) -> None:
