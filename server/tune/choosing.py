@@ -29,7 +29,9 @@ _SUSTAINED = 0.97
 _LESS_LIVE, _DEVIATIONS = 0.07, 3
 """In a few seconds, at whose end more answers may be due than at their beginning, so much less will do, or as many
 standard deviations of that number."""
-_HALVINGS = 5
+_LEAST, _CLOSE = 1e-4, 1.03
+"""Of a load that is too much, so small a part is tried whether any isn't; what is met, and what isn't, become so near
+to each other."""
 _LONGEST_S = 1e9
 """No simulation is of more time than this, about."""
 _AS_GOOD = 1.05
@@ -244,13 +246,13 @@ async def choose(
     some = [one.setting for one in (*apart[:_EACH], *roomy[:_EACH])] + [now]
     best = await each([one for place, one in enumerate(some) if one not in some[:place]], requests)
     current = next(one for one in best if one.setting == now)
-    needs = None
+    most, needs = max(one.for_any_sender.most_per_s(goal.mean_rows) for one in some), None
     if met := [one for one in best if one.is_met]:
         if goal.rate:
-            most = max(one.for_any_sender.most_per_s(goal.mean_rows) for one in some)
             best = [await _with_most(one, goal, goal.rate, most, requests // _PART_OF_MORE, seed) for one in met]
     else:
-        best = [await _with_most(one, goal, 0.0, goal.load, requests // _PART_OF_MORE, seed) for one in best]
+        high = min(most, goal.rate) or goal.load
+        best = [await _with_most(one, goal, 0.0, high, requests // _PART_OF_MORE, seed) for one in best]
         needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART_OF_MORE, seed)
     show(total, total)
     return Choice(current, _apart(_fewest_changes(best, now, goal))[:_BEST], len(settings), first, needs)
@@ -334,23 +336,27 @@ async def _loaded(setting: Setting, goal: Goal, requests: int, seed: int) -> Tri
 
 
 async def _with_most(one: Tried, goal: Goal, low: float, high: float, requests: int, seed: int) -> Tried:
-    """`one` with the largest load at which the goal is met, from `low`, at which it is, to a 32nd of the way to
-    `high`."""
-    if not low:
-        least = goal.at(high / 2**_HALVINGS)
-        if not (await _loaded(one.setting, least, requests, seed)).is_met:
-            return one
-        low = least.load
+    """`one` with the largest load below `high` at which the goal is met, about, which it is at `low`; 0: if it is at
+    any."""
+    setting = one.setting.for_any_sender if goal.rate else one.setting
     rising = [(goal.load, one.p99_ns)]
-    for _ in range(_HALVINGS):
-        load = (low + max(low, high)) / 2
-        if not goal.rate:
-            load = math.floor(load)
-        if not load or load == low:
-            break
-        tried = await _loaded(one.setting.for_any_sender if goal.rate else one.setting, goal.at(load), requests, seed)
+
+    async def is_met(load: float) -> bool:
+        tried = await _loaded(setting, goal.at(load), requests, seed)
         rising.append((load, tried.p99_ns))
-        low, high = (load, high) if tried.is_met else (low, load)
+        return tried.is_met
+
+    if not low:
+        low = goal.at(high * _LEAST).load
+        if not await is_met(low):
+            return one
+    while high > _CLOSE * low:
+        load = math.sqrt(low * high)
+        if not goal.rate:
+            load = max(low + 1, math.floor(load))
+            if load >= high:
+                break
+        low, high = (load, high) if await is_met(load) else (low, load)
     return replace(one, most=low, rising=sorted(rising))
 
 

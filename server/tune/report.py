@@ -79,8 +79,10 @@ class Tuned:
         if best.is_met and best.live is not None and best.load is not None:
             expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
             return f"{self._asked()} {expected}. {self._highest()}".rstrip()
-        found = f"at best, p99 is {ms(best.p99_ns)} at {plain(best.found.throughput)} requests/s"
-        return f"{self._asked()} can't be met here: {found}. {self._highest()} {_what_helps(self.choice)}".rstrip()
+        found = f": at best, p99 is {ms(best.p99_ns)} at {plain(best.found.throughput)} requests/s"
+        if not best.found.throughput:  # so much too much that none was answered while it came
+            found = ""
+        return f"{self._asked()} can't be met here{found}. {self._highest()} {_what_helps(self.choice)}".rstrip()
 
     def _highest(self) -> str:
         """The largest load with which the goal is met; nothing if that isn't known."""

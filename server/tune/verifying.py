@@ -41,7 +41,8 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
             return replace(one, live=None, load=load, failure=str(error))
 
     def tried(one: Tried) -> Tried:
-        most = one.most or choice.best[0].most
+        # What can't be served at all can't be sent either.
+        most = one.most or choice.best[0].most or min(goal.rate, one.setting.most_per_s(goal.mean_rows))
         return with_load(one, goal.at(most) if searches and most else goal)
 
     best = [tried(one) for one in choice.best]
@@ -84,8 +85,11 @@ def verified(choice: Choice, goal: Goal, attempt: Try) -> Choice:
                 break
             first = replace(first, too_much=load)
         holding = [first, *holding[1:]]
-    others = [one for one in best if all(one.setting != found.setting for found in holding)]
-    return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
+    if holding:
+        others = [one for one in best if all(one.setting != found.setting for found in holding)]
+        return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])
+    # None is as it is to be: then by what they were.
+    return replace(choice, now=now, best=sorted(candidates, key=lambda one: (bool(one.failure), _p99_ns(one))))
 
 
 # What is worth more or less than a simulation shows, so that it is tried or not known.
@@ -119,8 +123,12 @@ def _is_better(one: Tried, other: Tried, goal: Goal) -> bool:
     assert other.live is not None
     if not goal.rate:
         return one.live.throughput > _ANSWERS_AS_MANY * other.live.throughput
-    mine, theirs = (each.latencies.percentile_ns(99) or math.inf for each in (one.live, other.live))
-    return mine * _AS_GOOD < theirs
+    return _p99_ns(one) * _AS_GOOD < _p99_ns(other)
+
+
+def _p99_ns(one: Tried) -> float:
+    """As it was met."""
+    return (one.live.latencies.percentile_ns(99) if one.live is not None else None) or math.inf
 
 
 def _ordered(holding: Sequence[Tried], goal: Goal, *, searches: bool) -> list[Tried]:

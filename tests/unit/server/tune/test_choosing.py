@@ -91,6 +91,21 @@ async def test_goal_that_is_too_much_is_told() -> None:
     assert choice.best[0].p99_ns > 20 * MS
 
 
+@pytest.mark.parametrize("goal", [Goal(rate=1_000, p99_ns=40 * MS), Goal(rate=1e6, p99_ns=40 * MS)])
+async def test_most_is_found_however_much_too_much_was_asked_for(goal: Goal) -> None:
+    # 100 requests a second keep the only instance busy.
+    best, *_ = (await chosen(goal, layout(0, 10))).best
+    assert 30 < best.most < 90
+    assert (await chosen(goal.at(best.most * 0.9), layout(0, 10))).best[0].is_met
+    assert not (await chosen(goal.at(best.most * 1.1), layout(0, 10))).best[0].is_met
+
+
+async def test_most_clients_are_found_one_by_one() -> None:
+    for p99_ms, most in ((95, 9), (25, 2), (15, 1), (5, 0)):
+        best, *_ = (await chosen(Goal(clients=1_000, p99_ns=p99_ms * MS), layout(0, 10))).best
+        assert best.most == most
+
+
 @pytest.mark.parametrize("recorded", [None, Recorded((0, 10**24), (0, 1))])
 async def test_loads_of_a_million_years_are_simulated(recorded: Recorded | None) -> None:
     goal = Goal(rate=recorded.rate if recorded is not None else 1e-10, p99_ns=20 * MS, recorded=recorded)

@@ -173,6 +173,23 @@ def test_predicted_room_is_tried_and_less_of_it(
     assert (best.room, best.too_much) == (pytest.approx(room), pytest.approx(too_much))
 
 
+def test_what_was_met_orders_settings_that_do_not_hold() -> None:
+    choice = Choice(tried(1, 9), [tried(2, 9), tried(3, 9)], 9)
+    found = verified(choice, Goal(clients=4, p99_ns=5 * MS), by_rows({1: 30, 2: 50, 3: 40}))
+    assert rows_of(found) == [1, 3, 2]
+
+
+def test_no_more_is_tried_than_could_be_served() -> None:
+    asked = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        asked.append(goal.load)
+        return live(40, goal.load)
+
+    verified(Choice(tried(1, 30), [tried(2, 30)], 9), replace(GOAL, rate=1e6), attempt)
+    assert asked == [pytest.approx(1_000)] * 2
+
+
 def test_setting_that_cannot_be_tried_does_not_hold() -> None:
     def attempt(setting: Setting, goal: Goal) -> Live:
         if setting.policy.max_batch_rows in failing:
