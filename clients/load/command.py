@@ -49,6 +49,7 @@ from paceline.clients.options import (
 
 _WARMUP_S: Final = 1.0
 _DISTINCT: Final = 64
+_METADATA_S: Final = 10.0
 _LONGEST_S: Final = 1e9
 """Deadlines that are later lie in the past: gRPC's times are 64-bit nanoseconds."""
 _LENGTH: Final = Seconds(0.01, 1e6)
@@ -268,7 +269,7 @@ def _messages(
     client: ControlClient, model: str, options: _Options, recording: Recording | None
 ) -> Iterator[tuple[bytes, ...]]:
     """What is sent, in turn; shared memory that it is in exists as long as the context lasts. Raises InputError."""
-    metadata = client.model_metadata(model, options.version)
+    metadata = client.model_metadata(model, options.version, timeout_s=_METADATA_S)
     if options.texts:
         known = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         # Models of a server that names no inputs may have any.

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.clients.base import blocking
 from paceline.clients.errors import InferenceError, ResponseError
 from paceline.clients.sync import InferenceClient
 from paceline.protos import inference_pb2 as pb
 
+_STATISTICS_S: Final = 5.0
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
 
@@ -80,10 +82,10 @@ class ControlClient(InferenceClient):
 
     @blocking
     async def statistics(self, model: str, version: str) -> Statistics | None:
-        """None if the server doesn't tell."""
+        """None if the server doesn't tell, or not within five seconds."""
         request = pb.ModelStatisticsRequest(name=model, version=version)
         try:
-            return _statistics(await self._call("ModelStatistics", request, ..., ()))
+            return _statistics(await self._call("ModelStatistics", request, _STATISTICS_S, ()))
         except InferenceError:
             return None
 

@@ -57,8 +57,9 @@ def measure(
     processes: int = 1,
     show: Callable[[Sequence[Counts], float], None] = lambda slices, slice_s: None,
 ) -> Measured[T]:
-    """Make the load until `extent` has what it needs. `look` is called in a thread, before anything is sent, and at the
-    beginning and end of whatever may become the period; `show` gets the slices until now. Raises LoadError."""
+    """Make the load until `extent` has what it needs. `look` is called in a thread, before anything is sent, and, if it
+    saw something, at the beginning and end of whatever may become the period; `show` gets the slices until now. Raises
+    LoadError."""
     slice_ns = round(extent.slice_s * 1e9)
     with ExitStack() as stack:
         pipes = [stack.enter_context(_started(Share(load, slice_ns, part, processes))) for part in range(processes)]
@@ -67,7 +68,8 @@ def measure(
         # A server under load may be slow to tell what it has counted, and processes that nobody listens to stand still.
         looking = stack.enter_context(ThreadPoolExecutor(1))
         looks = {0: looking.submit(look)}
-        looks[0].result()
+        if looks[0].result() is None:
+            look = looks[0].result  # who told nothing isn't waited for again
         begin_ns = time.monotonic_ns() + _BEGIN_AFTER_NS
         for pipe in pipes:
             pipe.send(begin_ns)

@@ -21,6 +21,8 @@ _BLOCKS: Final = 40
 _MUCH_LAG_NS: Final = 1_000_000
 _MUCH_LAG: Final = 0.1
 _BUSY: Final = 0.85
+_HALF_BUSY: Final = 0.5
+"""From here on, requests wait for each other in the process that sends them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Outcome:
             "cpu": lambda: total.cpu_ns / total.due if total.due else None,
             "throughput": lambda: total.answered / seconds,
             "offered": lambda: total.due / seconds,
-            "tokens": lambda: (total.tokens or total.answers) / seconds,
+            "tokens": lambda: (total.tokens or total.answers) / seconds if total.answers else None,
             "rows": lambda: served.rows / seconds if served else None,
             "requests": lambda: float(total.due),
             "errors": lambda: float(total.failed),
@@ -104,7 +106,9 @@ class Outcome:
             )
         lag_ns, middle_ns = self.value("lag.p99"), self.value("p50")
         if lag_ns and middle_ns and lag_ns > max(_MUCH_LAG_NS, _MUCH_LAG * middle_ns):
-            found.append("requests were sent late, which is part of their latencies: more --processes may help")
+            is_own = self.cores > _HALF_BUSY * self.processes
+            why = "more --processes may help" if is_own else "the machine was busy with other work"
+            found.append(f"requests were sent late, which is part of their latencies: {why}")
         if self.cores > _BUSY * self.processes:
             found.append("the generator's processes were busy all the time and may be the limit: more --processes")
         return found

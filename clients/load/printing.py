@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from paceline.clients.load.assertions import Assertion
 from paceline.clients.load.histogram import Histogram, Interval
 from paceline.clients.load.outcome import PERCENTS, Outcome
 from paceline.clients.options import one_line
+
+_LONGEST_REASON: Final = 300
+"""Characters of what a server said that the text has."""
 
 Verdict = tuple[Assertion, float | None]
 """An assertion, and the value of its figure."""
@@ -51,6 +54,7 @@ def outcome_text(outcome: Outcome, heading: str, verdicts: Sequence[Verdict] = (
     rows.append(("errors", f"{total.failed} of {total.due} requests"))
     for status, durations in total.errors.items():
         reason = one_line(total.reasons.get(status, ""))
+        reason = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + "…"
         rows.append(("", f"{status} {durations.count}, after {written_time(durations.percentile_ns(50))}: {reason}"))
     rows.append(("server", _served(outcome)))
     rows.append(("generator", _generator(outcome)))

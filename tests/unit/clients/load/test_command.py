@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 from paceline.clients.load.command import load
 from paceline.protos import inference_pb2 as pb
 from tests.ports import free_port
-from tests.unit.clients.peer import Peer, refuse
+from tests.unit.clients.peer import Peer, refuse, serving
 
 Run = Callable[..., Result]
 
@@ -172,6 +173,23 @@ def test_file_that_is_no_text_is_told_so(run: Run, tmp_path: Path) -> None:
     result = run("--arrivals", str(tmp_path / "binary"))
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: expected a file of text in UTF-8: ")
+
+
+def test_server_that_tells_nothing_is_soon_waited_for_no_more() -> None:
+    class Quiet(Peer):
+        def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: grpc.ServicerContext) -> Any:
+            self._note(request, context)
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "as if it took too long")
+
+    with serving(Quiet()) as peer:
+        peer.takes(x=("FP32", [-1, 2]))
+        result = CliRunner().invoke(load, ["m", "--server", peer.target, "--count", "3"])
+    assert result.exit_code == 0
+    assert "\nserver        tells no statistics\n" in result.stdout
+    asked = [(type(one), left_s) for one, left_s in zip(peer.requests, peer.time_left_s, strict=True)]
+    bounds_s = [(kind, left_s) for kind, left_s in asked if kind is not pb.ModelInferRequest]
+    assert [kind for kind, _ in bounds_s] == [pb.ModelMetadataRequest, pb.ModelStatisticsRequest]
+    assert all(left_s is not None and left_s < most_s for (_, left_s), most_s in zip(bounds_s, (11, 6), strict=True))
 
 
 def test_server_that_is_not_there_is_told_in_one_line() -> None:

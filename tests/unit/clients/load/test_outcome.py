@@ -12,7 +12,7 @@ from paceline.clients.load.measuring import Measured
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.page import page
 from paceline.clients.load.printing import outcome_json, outcome_text, written_time
-from paceline.clients.load.tally import Counts, Reply, Slices
+from paceline.clients.load.tally import Counts, Reply, Slices, merged
 from tests.pages import Page
 from tests.unit.clients.load.counting import MS, S, counts
 
@@ -52,6 +52,7 @@ OUTCOME = outcome_of([counts([99.0])] * 2 + [STEADY] * 10, Period(2, 12, True))
         ("mean", 1.9 * MS),
         ("lag.p99", 2 * MS),
         ("first.p50", None),
+        ("tokens", None),
         ("cpu", 200 * MS / 1010),
         ("queue", 2 * MS),
         ("compute", 6 * MS),
@@ -93,6 +94,21 @@ def test_doubts_name_lag_and_busy_processes_and_windows() -> None:
         "the generator's processes were busy all the time and may be the limit",
     ]
     assert outcome_of([counts([50.0] * 9, lag_ms=2)] * 3, Period(0, 3, True)).doubts() == []
+
+
+@pytest.mark.parametrize(("cpu_ms", "why"), [(1200, "more --processes may help"), (120, "the machine was busy")])
+def test_more_processes_are_advised_to_busy_ones(cpu_ms: int, why: str) -> None:
+    late = outcome_of([counts([1.0] * 9, lag_ms=5, cpu_ms=cpu_ms)] * 3, Period(0, 3, True))
+    (doubt,) = late.doubts()
+    assert doubt.startswith(f"requests were sent late, which is part of their latencies: {why}")
+
+
+def test_long_reason_is_cut_in_the_text_alone() -> None:
+    slices, reason = Slices(0, S), "long " * 600
+    slices.fail(slices.begin(0), 0, MS, "INTERNAL", reason)
+    outcome = outcome_of([merged(one for _, one in slices.rest())], Period(0, 1))
+    assert max(map(len, outcome_text(outcome, "m").splitlines())) < 400
+    assert json.loads(outcome_json(outcome, {}, []))["errors"]["INTERNAL"]["reason"] == reason
 
 
 def test_text_has_a_line_for_each_kind_of_figure() -> None:
