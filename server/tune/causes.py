@@ -37,7 +37,9 @@ def why(one: Tried) -> str:
     off = [f"{name} is {ratio:.2f}" for name, ratio in figures.items() if not 1 / APART <= ratio <= APART]
     if not off:
         return ""
-    found = next((said for check in _CHECKS if (said := check(one, live))), _UNKNOWN)
+    is_worse = figures["p99"] > 1 or figures["throughput"] < 1 / APART
+    checks = [check for check in _CHECKS if is_worse or check not in _WORSENS]
+    found = next((said for check in checks if (said := check(one, live))), _UNKNOWN)
     return f"{' and '.join(off)} times what was predicted: {found}"
 
 
@@ -88,7 +90,7 @@ def _saturation(one: Tried, live: Live) -> str:
     load = one.load
     if load is None or not load.rate:
         return ""
-    share = load.rate / one.setting.most_per_s(load.mean_rows)
+    share = max(one.found.busy, load.rate / one.setting.most_per_s(load.mean_rows))
     if share < _NEAR:
         return ""
     return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
@@ -111,6 +113,13 @@ def _halves(one: Tried, live: Live) -> str:
     return f"the p99 of the two halves of the measurement differ by {ratio:.2f} times, too" if ratio > APART else ""
 
 
+def _tail(one: Tried, live: Live) -> str:
+    predicted, met = ((each.latencies.percentile_ns(50) or 0.0) for each in (one.found, live))
+    if not predicted or not 1 / APART <= met / predicted <= APART:
+        return ""
+    return f"the median is {met / predicted:.2f} times what was predicted, and what holds up a few isn't simulated"
+
+
 def _times(ratio: float, what: str) -> str:
     if 1 / _LONGER <= ratio <= _LONGER:
         return ""
@@ -131,14 +140,7 @@ def _requests(live: Live) -> float:
 
 # What disturbs comes first, then what is simulated wrongly, then what can't be known better.
 _CHECKS: Final[tuple[_Check, ...]] = (
-    _others,
-    _sender,
-    _batches,
-    _executions,
-    _loop,
-    _saturation,
-    _few,
-    _halves,
-    _wait,
-    _idle,
-)
+    _others, _sender, _batches, _executions, _loop, _saturation, _few, _halves, _wait, _idle, _tail
+)  # fmt: skip
+_WORSENS: Final[frozenset[_Check]] = frozenset((_others, _sender, _idle, _tail))
+"""By these, nothing is better than was predicted."""

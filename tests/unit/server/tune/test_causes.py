@@ -54,6 +54,15 @@ def test_cause_follows_from_what_was_met(met: dict[str, Any], cause: str) -> Non
 def test_load_near_saturation_is_a_cause_by_itself() -> None:
     said = why(replace(TRIED, live=LIVE, load=Goal(rate=1_200)))
     assert said.endswith("the load is 0.90 of what can be served at most, and near that, waits differ most")
+    busy = replace(TRIED, live=LIVE, load=Goal(rate=400), found=replace(FOUND, busy=0.95))
+    assert why(busy).endswith("the load is 0.95 of what can be served at most, and near that, waits differ most")
+
+
+def test_what_disturbs_explains_nothing_that_is_better() -> None:
+    met = replace(LIVE, latencies=Histogram.of([5 * MS] * 2_000), others=0.3, lag_ns=4.0 * MS)
+    assert why(replace(TRIED, live=met)) == "p99 is 0.50 times what was predicted: nothing that was measured says why"
+    batches = why(replace(TRIED, live=replace(met, batches={2: 1_000})))
+    assert batches.endswith("batches had 2 rows, 4 were predicted")
 
 
 def test_wait_that_was_only_simulated_is_the_last_cause() -> None:
@@ -70,6 +79,14 @@ def test_idle_instances_are_a_cause_of_clients() -> None:
     said = why(replace(TRIED, live=met, load=Goal(clients=4)))
     assert said.endswith("instances executed for 24% of the time instead of 30%, as the rest took longer")
     assert why(replace(TRIED, live=met)).endswith("nothing that was measured says why")
+
+
+def test_few_that_are_held_up_are_the_last_cause() -> None:
+    few = Histogram.of([*[10 * MS] * 98, *[15 * MS] * 2] * 20)
+    assert why(replace(TRIED, live=replace(LIVE, latencies=few))) == (
+        "p99 is 1.50 times what was predicted: "
+        "the median is 1.00 times what was predicted, and what holds up a few isn't simulated"
+    )
 
 
 def test_all_that_is_far_away_is_named() -> None:
