@@ -302,7 +302,7 @@ def _random_array(datatype: str, shape: tuple[int, ...], generator: np.random.Ge
     kind = by_name(datatype).dtype.kind
     if datatype == "BYTES":
         letters = generator.integers(ord("a"), ord("z") + 1, (*shape, _RANDOM_TEXT_BYTES), np.uint8)
-        return letters.view(f"S{_RANDOM_TEXT_BYTES}").reshape(shape)
+        return letters.view(f"S{_RANDOM_TEXT_BYTES}").reshape(shape).astype(object)
     if datatype == "BF16" or kind == "f":
         return generator.random(shape, np.float32)
     return generator.integers(0, 2 if kind == "b" else _RANDOM_INTEGERS_BELOW, shape)

@@ -90,7 +90,10 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_most_that_can_be_served_is_found(tmp_path: Path) -> None:
-    result = tune(small(tmp_path, 2), "--max-throughput", "--p99", "1s", "--no-verify", "--format", "json")
+    # Texts, which nothing else here has.
+    models.write(models.identity("BYTES", ("batch", 1)), tmp_path / "m" / "1" / "model.onnx")
+    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: 2 dynamic_batching { }")
+    result = tune(tmp_path / "m", "--max-throughput", "--p99", "1s", "--no-verify", "--format", "json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["goal"]["most"]

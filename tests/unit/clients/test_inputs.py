@@ -272,6 +272,7 @@ def test_prepare_random_makes_every_datatype_the_same_with_the_same_seed(datatyp
     first, second = (prepare(model(x=(datatype, shape)), {}, ANYTHING) for _ in range(2))
     assert first.datatypes == {"x": datatype}
     assert first.arrays["x"].shape == shape
+    assert first.arrays["x"].dtype == DATATYPES[datatype].dtype  # as a server has it, or the engine of `paceline tune`
     np.testing.assert_array_equal(first.arrays["x"], second.arrays["x"])
 
 
