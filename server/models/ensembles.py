@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from paceline.server.errors import ConfigError, ServerError
 from paceline.server.models.batch_policy import no_cache, own_settings
-from paceline.server.models.ensemble_config import EnsembleModel
+from paceline.server.models.ensemble_config import EnsembleInstance, EnsembleModel, most_at_once
 from paceline.server.models.loader import LoadedVersion
 from paceline.server.models.model_record import UNLOADED, ModelRecord
 from paceline.server.models.pipeline import Pipeline
@@ -105,7 +105,10 @@ class Ensembles:
             return loaded, None
         self._check_there(loaded)
         pipeline = Pipeline(loaded, loaded.opened.steps, self._find)
-        loaded = replace(loaded, labels={**pipeline.labels, **loaded.labels})
+        # Of its own: what was loaded once is joined again and again, and who is replaced stops its instances while its
+        # successor's execute.
+        instances = tuple(EnsembleInstance() for _ in range(most_at_once(loaded.config)))
+        loaded = replace(loaded, labels={**pipeline.labels, **loaded.labels}, instances=instances)
         if not pipeline.decoupled:
             return loaded, pipeline
         if loaded.config.response_cache.enable:

@@ -35,14 +35,7 @@ from paceline.server.models.batch_policy import backend_name, called_models, lim
 from paceline.server.models.config_json import config_json, with_completed
 from paceline.server.models.defaults import BatchDefaults, LoadDefaults
 from paceline.server.models.effective_config import effective_config
-from paceline.server.models.ensemble_config import (
-    ENSEMBLE,
-    EnsembleInstance,
-    EnsembleModel,
-    is_ensemble,
-    most_at_once,
-    steps_of,
-)
+from paceline.server.models.ensemble_config import ENSEMBLE, EnsembleInstance, EnsembleModel, is_ensemble, steps_of
 from paceline.server.models.layout import (
     DEFAULT_MODEL_FILE,
     MERGED_DECODER_FILE,
@@ -180,11 +173,10 @@ def _load_ensemble(folder: ModelFolder, version: int, config: pb.ModelConfig, de
         )
     served = plan(config, declared)
     whole = effective_config(config, served, platform=ENSEMBLE, file="", groups=())
-    instances = tuple(EnsembleInstance() for _ in range(most_at_once(config)))
     labels = read_labels(config, folder.path)
     if defaults.offline is not None:
         served = executed_alone(served)
-    return LoadedVersion(folder.name, version, whole, served, labels, EnsembleModel(steps), instances)
+    return LoadedVersion(folder.name, version, whole, served, labels, EnsembleModel(steps), ())
 
 
 def _load_version(

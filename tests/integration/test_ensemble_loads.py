@@ -218,18 +218,24 @@ async def test_reload_of_a_model_keeps_requests_between_its_ensembles_steps(tmp_
     async with loading(tmp_path, {"e": ensemble_config(CHAIN)}, models) as started:
         await load(started, "e")
         models["first"].gate.close()
-        call = asyncio.ensure_future(started.infer(infer("e", {"in": rows_of_floats(1)})))
+        earlier = asyncio.ensure_future(started.infer(infer("e", {"in": rows_of_floats(1)})))
         await eventually_async(lambda: models["first"].gate.entered == 1, "an execution that is held")
         before = started.server.repository.get("second", "")
+        models["second"] = echo_model()
+        models["second"].gate.close()
         touch(tmp_path / "second")
         await load(started, "second")
         assert started.server.repository.get("second", "") is not before
+        later = [asyncio.ensure_future(started.infer(infer("e", {"in": rows_of_floats(1)}))) for _ in range(2)]
+        await eventually_async(lambda: started.waiting("first") == 2, "requests to the ensemble as it is now")
         models["first"].gate.open()
-        assert len((await call).outputs) == 1
+        assert len((await earlier).outputs) == 1
         assert before.statistics.execution_count == 1
+        # What the ensemble was before stops while what it is now executes.
         await eventually_async(lambda: not started.server.repository.leaving, "the version before to go")
-        await started.infer(infer("e", {"in": rows_of_floats(1)}))
-        assert started.server.repository.get("second", "").statistics.execution_count == 1
+        models["second"].gate.open()
+        assert [len(one.outputs) for one in await asyncio.gather(*later)] == [1, 1]
+        assert started.server.repository.get("second", "").statistics.requests.count == 2
 
 
 async def test_model_that_no_longer_fits_takes_its_ensemble_out_of_service(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ServerError
 from paceline.server.models.defaults import LoadDefaults
-from paceline.server.models.ensemble_config import EnsembleModel
+from paceline.server.models.ensemble_config import EnsembleModel, most_at_once
 from paceline.server.models.loader import load_model
 from tests.harness import REPO
 from tests.memory_models import MemoryModel
@@ -67,7 +67,7 @@ def loaded(folder: Path, text: str, own: ModelSpec) -> object:
         found = load_model(model, recorder.named, LoadDefaults(allow_op_libraries=True))
     except (ServerError, BackendError) as error:
         return f"{type(error).__name__}: {error}"
-    steps = [(one.opened.steps, len(one.instances)) for one in found if isinstance(one.opened, EnsembleModel)]
+    steps = [(one.opened.steps, most_at_once(one.config)) for one in found if isinstance(one.opened, EnsembleModel)]
     return [(one.name, one.version, repr(one.plan), one.labels) for one in found], recorder.asked, steps
 
 

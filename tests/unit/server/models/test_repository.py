@@ -23,6 +23,7 @@ from paceline.server.models.repository import Repository
 from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.trace_settings import TraceConfig
 from paceline.server.telemetry.tracing import Tracer
+from tests.ensembles import ensemble_config, write_ensemble
 from tests.harness import touch
 from tests.memory_models import MemoryBackend, MemoryInstance, MemoryModel
 from tests.polling import eventually_async
@@ -406,18 +407,24 @@ async def test_trace_settings_of_failed_loads_are_kept_only_for_remembered_model
     assert [name for name in names if bench.is_traced(name)] == names[MAX_MODELS:]
 
 
+async def test_ensemble_that_follows_shares_no_instances_with_its_predecessor(bench: Bench) -> None:
+    bench.add("m")
+    config = ensemble_config([("m", {"a": "in"}, {"x": "out"})], {"in": "FP32 -1 -1"}, {"out": "FP32 -1 -1"}, rows=0)
+    write_ensemble(bench.root, "e", config)
+    repository = await bench.load()
+    before = repository.get("e", "")
+    touch(bench.root / "m")
+    await repository.load("m", always(find_models([bench.root])[1]))
+    after = repository.get("e", "")
+    assert after is not before
+    # It stops them while those of its successor execute.
+    assert not {*before.instances.runners}.intersection(after.instances.runners)
+
+
 async def test_forgotten_ensembles_stay_in_no_others_way(bench: Bench) -> None:
-    config = """
-    platform: "ensemble"
-    input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" data_type: TYPE_FP32 dims: -1 }
-    ensemble_scheduling { step {
-      model_name: "nowhere" input_map { key: "a" value: "x" } output_map { key: "b" value: "y" }
-    } }
-    """
+    config = ensemble_config([("nowhere", {"a": "in"}, {"x": "out"})])
     for number in range(2 * MAX_MODELS):
-        path = bench.root / f"bad{number}"
-        (path / "1").mkdir(parents=True)
-        (path / "config.pbtxt").write_text(config)
+        path = write_ensemble(bench.root, f"bad{number}", config)
         (folder,) = (one for one in find_models([bench.root]) if one.name == path.name)
         with pytest.raises(LoadFailed, match="nowhere"):
             await bench.repository.load(path.name, always(folder))
