@@ -306,8 +306,9 @@ class SequenceBatcher(Generic[P, R]):
                     self._answers.drop(request, Drop.SEQUENCE_ENDED, why)
         if not self._accepts and not self._stopped and sequences.is_quiet:
             self._quiet.set()
-        wake_ns = sequences.wake_ns(self._wake_ns)
-        if wake_ns != self._wake_ns and wake_ns is not None and self._alarm is not None:
+        wake_ns, set_ns = sequences.wake_ns(), self._wake_ns
+        # A later moment is left for when this one has come: where steps wait, it changes with each of them.
+        if wake_ns is not None and (set_ns is None or wake_ns < set_ns) and self._alarm is not None:
             self._wake_ns = wake_ns
             self._alarm.set(wake_ns)
 

@@ -59,6 +59,9 @@ class Sequences(Generic[RequestT]):
         # How many more wait for the end of one with the same id.
         self._following = 0
         self._idle: dict[Sequence[RequestT], None] = {}
+        # None of them ends before this, nor does one that becomes idle later. It isn't looked for at each step, as the
+        # first of a dict from whose beginning many have gone is far to find.
+        self._idle_due_ns: int | None = None
         self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
         self._timers: Timers[RequestT] = Timers()
         self._waited = 0
@@ -76,11 +79,11 @@ class Sequences(Generic[RequestT]):
         """Whether no step waits or is at the batcher."""
         return not self._of
 
-    def wake_ns(self, due_ns: int | None) -> int | None:
-        """When `expire` has something to do at the latest, if nothing else happens. `due_ns` is what this was before;
-        None: that has passed."""
-        if due_ns is None and self._idle:  # what has become idle since then ends later than what was idle before
-            due_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
+    def wake_ns(self) -> int | None:
+        """When `expire` has to be called: it may have something to do then, and has nothing to do before."""
+        due_ns = self._idle_due_ns
+        if due_ns is None and self._idle:
+            due_ns = self._idle_due_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
         return earliest(self._timers.first_rank(), due_ns) if self._timers.items else due_ns
 
     @property
@@ -175,7 +178,7 @@ class Sequences(Generic[RequestT]):
     def expire(self, now_ns: int) -> list[RequestT]:
         """The requests that have waited here for too long. Sequences that were idle for too long end, or many of them:
         then `wake_ns` says that there are more."""
-        due_ns = now_ns - self._policy.idle_ns
+        due_ns, self._idle_due_ns = now_ns - self._policy.idle_ns, None
         for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, islice(self._idle, _MOST_AT_ONCE))]:
             del self._idle[sequence]
             self._cut(sequence, SequenceEnd.IDLE)

@@ -218,9 +218,9 @@ class World:
         for id_ in (1, 2, 3):
             self.send(id_, start, False, NEVER)
 
-    def send_several(self, id_: int | str, end: bool) -> None:
+    def send_several(self, id_: int | str, end: bool, patience_ns: int) -> None:
         for number in range(3):
-            self.send(id_, False, end and number == 2, NEVER)
+            self.send(id_, False, end and number == 2, patience_ns)
 
     @property
     def busy(self) -> list[Instance]:
@@ -292,6 +292,7 @@ class World:
         most = self.limits.places * len(self.instances) if self.limits.places else self.limits.max_sequences
         assert sequences.live <= most
         assert self.waiting == sequences.backlog.requests
+        assert {*sequences.ids} <= {one.id for one in self.known if one.takes_more}  # idle ones have ended in time
         unsent = [one for one in self.known if not any(step.sent for step in one.steps)]
         assert sequences.waiting == sum(any(not step.request.ended for step in one.steps) for one in unsent)
         for known in self.known:

@@ -31,7 +31,7 @@ POLICIES = st.builds(
     ),
 )
 IDS = st.sampled_from([*[1] * 4, 2, 2, 3, "1", 0])
-PATIENCE_NS = st.sampled_from([NEVER, NEVER, NEVER, 8 * MS])
+PATIENCE_NS = st.sampled_from([NEVER, NEVER, NEVER, 8 * MS, 4 * IDLE_NS])
 RARELY = st.sampled_from([False, False, False, True])
 ENDS = st.sampled_from(["well", "well", "well", "fail", "fail", "one", "lose", "nobody"])
 TIMES_NS = st.sampled_from([MS, 5 * MS, 10 * MS, LIMIT_NS, IDLE_NS - 1, IDLE_NS])
@@ -39,7 +39,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("send"), IDS, st.booleans(), RARELY, PATIENCE_NS),
     st.tuples(st.just("send"), IDS, st.just(False), RARELY, PATIENCE_NS),
     st.tuples(st.just("send_to_all"), st.booleans()),
-    st.tuples(st.just("send_several"), IDS, st.booleans()),
+    st.tuples(st.just("send_several"), IDS, st.booleans(), PATIENCE_NS),
     st.tuples(st.just("finish"), st.integers(0, 2), ENDS),
     st.tuples(st.just("finish"), st.integers(0, 2), ENDS),
     st.tuples(st.just("cancel"), st.integers(0, 5)),
