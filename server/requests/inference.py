@@ -195,7 +195,8 @@ class Inference:
         return model.batcher.submit(flights)
 
     def _refuse(self, flight: InFlight, error: BaseException) -> None:
-        """A request ends before it is queued."""
+        """A request ends before it is queued; no more comes of it if its caller leaves just then."""
+        flight.fail(error)
         self._fail(flight, error)
         if not flight.gone:
             flight.on_done()

@@ -11,6 +11,9 @@ import grpc
 import pytest
 
 from paceline.protos import inference_pb2 as pb
+from paceline.scheduler.errors import NotStarted
+from paceline.server.call_facts import NO_PASSED_HEADERS
+from paceline.server.requests.in_flight import Call
 from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream
 from tests.integration.triton_serving import asking, number, served, text
@@ -62,6 +65,16 @@ async def test_steps_tell_their_sequence(tmp_path: Path, ids: Sequence[int | str
             seen = [await text(started, step(SEEN, id_, start, end)) for start, end in ((1, 0), (0, 0), (0, 1))]
             assert seen == [[id_, 1, {}], [id_, 0, {}], [id_, 2, {}]]
         assert (await failure_of(started.infer(step(SEEN, ids[0]))))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_refused_step_is_not_withdrawn_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(tmp_path, SEQUENCES % "oldest { }") as started:
+        call = Call(started.server.inference, step("", 7), None, None, NO_PASSED_HEADERS)
+        with pytest.raises(NotStarted):
+            await call.response()
+        call.give_up()  # as where its RPC is cancelled before it is told
+        assert await counts(started) == (0, 1, 0, 0)
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 async def test_controls_are_inputs(tmp_path: Path) -> None:
