@@ -8,7 +8,8 @@ setting is a server of its own, on this machine, as is whoever sends.
    Aim: the median of their distances from 1 is 0.2 at most, the largest 0.4. Each is measured twice: the geometric mean
    counts, and the ratio of the two is told. With `why`, if a prediction is more than 20 % off.
 2. `of_best`: the throughput of the setting that is chosen for the clients, over that of the best of a grid of settings
-   which are all measured; of those only that keep the same bound on the 99th percentile. 0 if the chosen one doesn't.
+   which are all measured; of those only that keep the same bound on the 99th percentile. 0 if the chosen one doesn't,
+   none if no one does.
    The aim: 0.95 or more.
 """
 
@@ -264,7 +265,9 @@ class _Model:
             for (load, setting), lives in self._met.items()
             if load == "closed" and mean(_ms(99, live) for live in lives) * 1e6 <= bound_ns
         }
-        best = max(within, key=lambda setting: within[setting], default=_named(picked))
+        if not within:
+            return {"chosen": _named(picked), "best": "none in time", "ratio": None}
+        best = max(within, key=lambda setting: within[setting])
         ratio = within[_named(picked)] / within[best] if _named(picked) in within else 0.0
         return {"chosen": _named(picked), "best": best, "ratio": ratio}
 
@@ -342,7 +345,8 @@ def _told(found: dict[str, Any]) -> list[str]:
     print("\n| model | chosen for the clients | best of all | of_best |\n|---|---|---|---|")
     for model, one in found.items():
         best = one["of_best"]
-        print(f"| {model} | {best['chosen']} | {best['best']} | {best['ratio']:.2f} |")
+        ratio = "-" if best["ratio"] is None else f"{best['ratio']:.2f}"
+        print(f"| {model} | {best['chosen']} | {best['best']} | {ratio} |")
     missed = []
     print(
         "\n| distance from 1 | median | largest | of two equal measurements: median | largest |\n|---|---|---|---|---|"
@@ -352,7 +356,8 @@ def _told(found: dict[str, Any]) -> list[str]:
         print(f"| {name} | {' | '.join(f'{of(some):.2f}' for some in (away, again) for of in (median, max))} |")
         if median(away) > _MEDIAN or max(away) > _WORST:
             missed.append(f"{name}: {median(away):.2f} in the median, {max(away):.2f} at most")
-    least = min(one["of_best"]["ratio"] for one in found.values())
+    # None: no setting at all kept the bound, as on a machine that was disturbed.
+    least = min((ratio for one in found.values() if (ratio := one["of_best"]["ratio"]) is not None), default=1.0)
     if least < _OF_BEST:
         missed.append(f"of_best: {least:.2f}")
     sys.stdout.flush()

@@ -30,17 +30,26 @@ def why(one: Tried) -> str:
     live = one.live
     if live is None or not live.latencies.count:
         return ""
-    figures = {
-        "p99": (live.latencies.percentile_ns(99) or 0.0) / max(1.0, one.found.latencies.percentile_ns(99) or 0.0),
-        "throughput": live.throughput / max(1e-9, one.found.throughput),
-    }
+    figures = _figures(one, live)
     off = [f"{name} is {ratio:.2f}" for name, ratio in figures.items() if not 1 / APART <= ratio <= APART]
     if not off:
         return ""
-    is_worse = figures["p99"] > 1 or figures["throughput"] < 1 / APART
-    checks = [check for check in _CHECKS if is_worse or check not in _WORSENS]
+    checks = [check for check in _CHECKS if _is_worse(one, live) or check not in _WORSENS]
     found = next((said for check in checks if (said := check(one, live))), _UNKNOWN)
     return f"{' and '.join(off)} times what was predicted: {found}"
+
+
+def _figures(one: Tried, live: Live) -> dict[str, float]:
+    """What was met, over what was predicted."""
+    return {
+        "p99": (live.latencies.percentile_ns(99) or 0.0) / max(1.0, one.found.latencies.percentile_ns(99) or 0.0),
+        "throughput": live.throughput / max(1e-9, one.found.throughput),
+    }
+
+
+def _is_worse(one: Tried, live: Live) -> bool:
+    figures = _figures(one, live)
+    return figures["p99"] > 1 or figures["throughput"] < 1 / APART
 
 
 _UNKNOWN: Final = "nothing that was measured says why"
@@ -68,12 +77,15 @@ def _batches(one: Tried, live: Live) -> str:
 
 def _executions(one: Tried, live: Live) -> str:
     known = costs_at(one.setting.layout.costs, _requests(live)).slowdown
-    return _times(_slowdown(one, live) / known, "executions took") if live.executed_ns and live.batches else ""
+    if not live.executed_ns or not live.batches:
+        return ""
+    return _times(_slowdown(one, live) / known, "executions took", _is_worse(one, live))
 
 
 def _loop(one: Tried, live: Live) -> str:
     known = costs_at(one.setting.layout.costs, _requests(live))
-    return _times(live.loop_ns / max(1.0, known.loop_ns), "a request took the server's event loop")
+    ratio = live.loop_ns / max(1.0, known.loop_ns)
+    return _times(ratio, "a request took the server's event loop", _is_worse(one, live))
 
 
 def _idle(one: Tried, live: Live) -> str:
@@ -120,8 +132,9 @@ def _tail(one: Tried, live: Live) -> str:
     return f"the median is {met / predicted:.2f} times what was predicted, and what holds up a few isn't simulated"
 
 
-def _times(ratio: float, what: str) -> str:
-    if 1 / _LONGER <= ratio <= _LONGER:
+def _times(ratio: float, what: str, is_worse: bool) -> str:
+    """If what takes longer makes it worse, or what takes less makes it better."""
+    if ratio <= _LONGER if is_worse else ratio >= 1 / _LONGER:
         return ""
     return f"{what} {ratio:.2f} times as long as when that was measured before"
 

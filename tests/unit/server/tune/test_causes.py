@@ -43,6 +43,7 @@ def test_measurement_near_its_prediction_needs_no_cause() -> None:
         ({"loop_ns": 300_000}, "a request took the server's event loop 1.50 times as long as when"),
         ({"latencies": Histogram.of([15 * MS] * 90)}, "only 90 requests were answered, too few for a 99th percentile"),
         ({"halves_ns": [10.0, 14.0]}, "the p99 of the two halves of the measurement differ by 1.40 times, too"),
+        ({"executed_ns": 2 * MS, "loop_ns": 100_000}, "nothing that was measured says why"),
         ({}, "nothing that was measured says why"),
     ],
 )
@@ -61,6 +62,8 @@ def test_load_near_saturation_is_a_cause_by_itself() -> None:
 def test_what_disturbs_explains_nothing_that_is_better() -> None:
     met = replace(LIVE, latencies=Histogram.of([5 * MS] * 2_000), others=0.3, lag_ns=4.0 * MS)
     assert why(replace(TRIED, live=met)) == "p99 is 0.50 times what was predicted: nothing that was measured says why"
+    sooner = why(replace(TRIED, live=replace(met, executed_ns=2 * MS)))
+    assert sooner.endswith("executions took 0.67 times as long as when that was measured before")
     batches = why(replace(TRIED, live=replace(met, batches={2: 1_000})))
     assert batches.endswith("batches had 2 rows, 4 were predicted")
 
