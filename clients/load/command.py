@@ -27,7 +27,7 @@ from paceline.clients.load.measuring import measure
 from paceline.clients.load.mixture import mixed, parse_mixed_shape, recorded
 from paceline.clients.load.outcome import Outcome
 from paceline.clients.load.page import page
-from paceline.clients.load.printing import outcome_json, outcome_text, written_time
+from paceline.clients.load.printing import outcome_json, outcome_text, written_reason, written_time
 from paceline.clients.load.recording import Recording, read_recording
 from paceline.clients.load.regions import in_shared_memory
 from paceline.clients.load.tally import Counts, merged
@@ -233,10 +233,11 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
         finally:  # also if nobody reads the output
             if options.html is not None:
                 options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
-        if outcome.total.failed and not outcome.total.latencies.count:
-            is_missing = (options.stream or options.texts) and [*outcome.total.errors] == ["UNIMPLEMENTED"]
-            why = ": the server has no ModelStreamInfer, which --stream and --text need" if is_missing else ""
-            raise click.ClickException(f"every request failed{why}")
+        if (total := outcome.total).failed and not total.latencies.count:
+            why = "; ".join(f"{status}: {written_reason(total.reasons[status])}" for status in total.errors)
+            if (options.stream or options.texts) and [*total.errors] == ["UNIMPLEMENTED"]:
+                why = "the server has no ModelStreamInfer, which --stream and --text need"
+            raise click.ClickException(f"every request failed: {why}")
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)
 

@@ -15,6 +15,9 @@ from paceline.clients.load.tally import Counts, merged
 _WINDOWS: Final = 3
 _SLICES_OF_A_WINDOW: Final = 10
 _SLICES_OF_A_TIME: Final = 20
+_FAULTS: Final = ("INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAUTHENTICATED", "PERMISSION_DENIED")
+"""Statuses that no waiting mends."""
+_FEW: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,15 @@ class Everything:
 
     def period(self, slices: Sequence[Counts], is_over: bool) -> Period | None:
         return Period(0, len(slices)) if is_over else None
+
+
+def is_vain(slices: Sequence[Counts], slice_s: float) -> bool:
+    """Whether a second or more had nothing but errors of one status that no waiting mends. A few requests don't show
+    it: others have other contents."""
+    if len(slices) * slice_s < 1 or any(one.latencies.count for one in slices):
+        return False
+    total = merged(slices)
+    return total.failed >= _FEW and any([*total.errors] == [status] for status in _FAULTS)
 
 
 def agree(windows: Sequence[Counts], tolerance: float) -> bool:

@@ -30,6 +30,12 @@ def written_time(ns: float | None) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
+def written_reason(said: str) -> str:
+    """What a server said, on one line that isn't too long."""
+    reason = one_line(said)
+    return reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + "…"
+
+
 def outcome_text(outcome: Outcome, heading: str, verdicts: Sequence[Verdict] = ()) -> str:
     """A few lines: what was sent, how fast answers came, what failed, the server's own figures, the generator's; which
     assertions hold."""
@@ -53,9 +59,8 @@ def outcome_text(outcome: Outcome, heading: str, verdicts: Sequence[Verdict] = (
         rows.append((what, f"{outcome.value('tokens'):.1f}/s"))
     rows.append(("errors", f"{total.failed} of {total.due} requests"))
     for status, durations in total.errors.items():
-        reason = one_line(total.reasons.get(status, ""))
-        reason = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + "…"
-        rows.append(("", f"{status} {durations.count}, after {written_time(durations.percentile_ns(50))}: {reason}"))
+        after = written_time(durations.percentile_ns(50))
+        rows.append(("", f"{status} {durations.count}, after {after}: {written_reason(total.reasons[status])}"))
     rows.append(("server", _served(outcome)))
     rows.append(("generator", _generator(outcome)))
     rows += [("caution", doubt) for doubt in outcome.doubts()]

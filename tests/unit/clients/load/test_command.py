@@ -93,8 +93,10 @@ def test_errors_are_told_with_a_reason_on_one_line(run: Run, peer: Peer) -> None
 
 def test_load_of_which_all_fails_ends_with_status_1(run: Run, peer: Peer) -> None:
     peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT)
-    result = run("--count", "2")
-    assert (result.exit_code, result.stderr) == (1, "Error: every request failed\n")
+    # 1.5 seconds without the first of these errors: that long, three windows would take.
+    result = run("--clients", "4", "--warmup", "0", "--window", "0.5", "--max-windows", "3")
+    assert (result.exit_code, result.stderr) == (1, "Error: every request failed: INVALID_ARGUMENT: scripted\n")
+    assert "windows" not in result.stdout
     over_streams = run("--count", "2", "--stream")  # which the peer doesn't have
     assert over_streams.exit_code == 1
     assert "every request failed: the server has no ModelStreamInfer" in over_streams.stderr

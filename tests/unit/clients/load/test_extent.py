@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.clients.load.extent import Everything, FixedTime, Period, UntilStable, agree
+from paceline.clients.load.extent import Everything, FixedTime, Period, UntilStable, agree, is_vain
+from paceline.clients.load.tally import Counts
 from tests.unit.clients.load.counting import counts
 
 STEADY, SLOWER, IDLE = counts([10.0] * 100), counts([12.0] * 100), counts()
@@ -48,6 +49,21 @@ def test_fixed_time_counts_what_follows_the_warm_up() -> None:
 def test_everything_counts_once_it_is_over() -> None:
     assert Everything().period([STEADY] * 3, is_over=False) is None
     assert Everything().period([STEADY] * 3, is_over=True) == Period(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("slices", "vain"),
+    [
+        ([counts(refused=5, status="NOT_FOUND")] * 2, True),
+        ([counts(refused=9, status="NOT_FOUND"), IDLE], False),
+        ([counts(refused=50, status="RESOURCE_EXHAUSTED")] * 2, False),
+        ([counts(refused=50, status="NOT_FOUND"), counts(refused=1, status="INTERNAL")], False),
+        ([counts([10.0]), counts(refused=50, status="NOT_FOUND")], False),
+        ([counts(refused=50, status="NOT_FOUND")], False),
+    ],
+)
+def test_load_is_vain_if_all_have_one_fault(slices: list[Counts], vain: bool) -> None:
+    assert is_vain(slices, 0.5) == vain
 
 
 @pytest.mark.parametrize(
