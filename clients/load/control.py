@@ -90,9 +90,14 @@ class ControlClient(InferenceClient):
             return None
 
     @blocking
-    async def output_sizes(self, request: pb.ModelInferRequest) -> dict[str, int]:
-        """The bytes of each output of the answer to `request`, by name."""
-        return _output_sizes(await self._call("ModelInfer", request, ..., ()))
+    async def output_sizes(self, request: pb.ModelInferRequest, is_stream: bool) -> dict[str, int]:
+        """The bytes of each output of the answer to `request`, by name; the most, if there are several answers."""
+        if not is_stream:
+            return _output_sizes(await self._call("ModelInfer", request, ..., ()))
+        sizes: Counter[str] = Counter()
+        async for response in self._answers(request, ..., ()):
+            sizes |= _output_sizes(response)
+        return sizes
 
     @blocking
     async def register(self, name: str, key: str, size_bytes: int) -> None:
@@ -106,11 +111,11 @@ class ControlClient(InferenceClient):
         await self._call("SystemSharedMemoryUnregister", request, ..., ())
 
 
-def _output_sizes(response: pb.ModelInferResponse) -> dict[str, int]:
+def _output_sizes(response: pb.ModelInferResponse) -> Counter[str]:
     raw = response.raw_output_contents
     if len(raw) != len(response.outputs):
         raise ResponseError(f"model {response.model_name!r}: expected raw outputs, which shared memory is for")
-    return {output.name: len(data) for output, data in zip(response.outputs, raw, strict=True)}
+    return Counter({output.name: len(data) for output, data in zip(response.outputs, raw, strict=True)})
 
 
 def _statistics(response: pb.ModelStatisticsResponse) -> Statistics:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -70,6 +70,8 @@ def measure(
         looks = {0: looking.submit(look)}
         if looks[0].result() is None:
             look = looks[0].result  # who told nothing isn't waited for again
+        for pipe in pipes:  # all of them, before any process is waited for
+            stack.callback(pipe.close)
         begin_ns = time.monotonic_ns() + _BEGIN_AFTER_NS
         for pipe in pipes:
             pipe.send(begin_ns)
@@ -153,9 +155,10 @@ def _started(share: Share) -> Iterator[Connection]:
         with ours:
             ours.send(share)
             yield ours
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        pass
     finally:
-        process.kill()
-        process.wait()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        finally:  # also if one who waits is interrupted again
+            process.kill()
+            process.wait()

@@ -18,11 +18,12 @@ from paceline.protos import inference_pb2 as pb
 
 @contextmanager
 def in_shared_memory(
-    client: ControlClient, requests: Sequence[pb.ModelInferRequest]
+    client: ControlClient, requests: Sequence[pb.ModelInferRequest], is_stream: bool = False
 ) -> Iterator[list[pb.ModelInferRequest]]:
     """The same requests, with their tensors in memory that the server knows as long as the context lasts. Each is sent
-    once before, to learn how large its outputs are. Raises InferenceError, as of a server that doesn't allow it."""
-    sizes = [client.output_sizes(request) for request in requests]
+    once before, over a stream if the load is, to learn how large its outputs are. Raises InferenceError, as of a server
+    that doesn't allow it."""
+    sizes = [client.output_sizes(request, is_stream) for request in requests]
     size = sum(sum(map(len, request.raw_input_contents)) for request in requests)
     size += sum(sum(output.values()) for output in sizes)
     memory = SharedMemory(create=True, size=max(1, size))

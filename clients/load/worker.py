@@ -32,6 +32,7 @@ many under way."""
 
 _TOO_LATE: Final = "the generator was too late, or too many were under way: more --processes, or a lower rate"
 _CONNECT_S: Final = 30.0
+_FINISH_S: Final = 5.0
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _MOST_UNDER_WAY: Final = 20_000
 _SENT_AT_ONCE: Final = 16
@@ -93,6 +94,7 @@ class Sender:
         self._sequence_ids = count(own.load.first_sequence_id + own.part, own.parts)
         self._idle: list[Asking] = []
         self._under_way = 0
+        self._is_over = False
         # Until when all requests that were due have begun.
         self._reached_ns: float = 0
 
@@ -111,17 +113,23 @@ class Sender:
         self.slices = Slices(begin_ns, self._share.slice_ns)
         self._reached_ns = begin_ns
         self._used_ns = time.process_time_ns()
-        await asyncio.sleep((begin_ns - time.monotonic_ns()) / 1e9)
         async with asyncio.TaskGroup() as group:
             if self._load.arrivals is not None:
                 arrivals = share(self._load.arrivals, self._share.part, self._share.parts)
-                await self._send_when_due(group, islice(arrivals, self._left), begin_ns)
+                self._arriving = group.create_task(self._send_when_due(group, islice(arrivals, self._left), begin_ns))
             else:
+                await asyncio.sleep((begin_ns - time.monotonic_ns()) / 1e9)
+                self._reached_ns = float("inf")
                 # All clients of all processes together go round in the messages.
                 turns = count(self._share.part, self._share.parts)
                 for _ in range(self._share.part, self._load.clients, self._share.parts):
                     group.create_task(self._client(turns))
-            self._reached_ns = float("inf")
+
+    def finish(self) -> None:
+        """Begin nothing more. Sequences end with their next step, which isn't counted; `run` returns when all have."""
+        self._is_over = True
+        if self._load.arrivals is not None:
+            self._arriving.cancel()
 
     def settled(self) -> tuple[tuple[int, Counts], ...]:
         """The slices that can be told now."""
@@ -134,9 +142,9 @@ class Sender:
         """One client of a closed loop."""
         asking = self._asking()
         for turn in turns:
+            if self._is_over or self._left == 0:
+                return
             if self._left is not None:
-                if not self._left:
-                    return
                 self._left -= 1
             due_ns = time.monotonic_ns()
             if not await self._request(asking, turn, due_ns, self.slices.begin(due_ns)):
@@ -158,6 +166,7 @@ class Sender:
             else:
                 self._under_way += 1
                 group.create_task(self._arrived(contents, due_ns, entry))
+        self._reached_ns = float("inf")
 
     async def _arrived(self, contents: int, due_ns: int, entry: object) -> None:
         """What an open loop sends at `due_ns`."""
@@ -183,7 +192,12 @@ class Sender:
         sequence_id, steps = next(self._sequence_ids), self._random.randint(*self._load.steps)
         for step in range(steps):
             message = self._load.messages[(contents + step) % len(self._load.messages)]
-            message += sequence_step(sequence_id, is_first=step == 0, is_last=step == steps - 1)
+            is_last = step == steps - 1 or self._is_over
+            message += sequence_step(sequence_id, is_first=step == 0, is_last=is_last)
+            if step and self._is_over:
+                with suppress(FailedRequest):
+                    await asking.ask(message, _FINISH_S)
+                return True
             if step:
                 due_ns = time.monotonic_ns()
                 entry = self.slices.begin(due_ns)
@@ -222,6 +236,10 @@ async def _work(own: Share, pipe: Pipe) -> None:
         tasks: tuple[asyncio.Task[Any], ...] = (running, telling, ending)
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(pipe.fileno())
+        if own.load.steps is not None and running not in ended:
+            # Those that have begun would take places in the server until it finds them idle for too long.
+            sender.finish()
+            await asyncio.wait([running], timeout=_FINISH_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

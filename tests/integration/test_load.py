@@ -143,6 +143,20 @@ def test_load_of_sequences_begins_and_ends_each(server: ServerProcess, way: tupl
     eventually(lambda: server.metrics()[LIVE] == 0, "the end of all sequences")
 
 
+@pytest.mark.parametrize("way", [("--seconds", "0.3"), ("--stream", "--rate", "20")], ids=" ".join)
+def test_sequences_end_with_the_time_or_a_signal(server: ServerProcess, way: tuple[str, ...]) -> None:
+    load = ("load", "sums", "--server", server.target, "--sequence-length", "999999", *way)
+    process = Forked("paceline", load, {**os.environ}, REPO)
+    if "--stream" in way:
+        eventually(lambda: server.metrics()[LIVE] > 1, "sequences of the load")
+        process.send_signal(signal.SIGINT)
+    with process.stderr as stderr:
+        assert stderr.read() == ""
+    assert process.wait(20) == (130 if "--stream" in way else 0)
+    # Those that stay are idle for too long after a minute.
+    eventually(lambda: server.metrics()[LIVE] == 0, "the end of all sequences")
+
+
 @pytest.mark.parametrize(
     ("model", "prompt"), [("tiny", ("--stream", "--input", "input_ids=[9,8,7]")), ("speaks", ("--text", "hello"))]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline.clients.load.command import load
 from paceline.protos import inference_pb2 as pb
 from tests.ports import free_port
 from tests.unit.clients.peer import Peer, refuse, serving
+from tests.unit.clients.sequence_peer import Talking, answer, final
 
 Run = Callable[..., Result]
 
@@ -175,6 +176,31 @@ def test_file_that_is_no_text_is_told_so(run: Run, tmp_path: Path) -> None:
     result = run("--arrivals", str(tmp_path / "binary"))
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: expected a file of text in UTF-8: ")
+
+
+def test_room_for_outputs_is_measured_over_streams() -> None:
+    class Sharing(Talking):
+        def SystemSharedMemoryRegister(self, request: Any, context: grpc.ServicerContext) -> Any:
+            return pb.SystemSharedMemoryRegisterResponse()
+
+        def SystemSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+    def script(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> Iterator[pb.ModelStreamInferResponse]:
+        yield answer(request)
+        last = final(answer(request))
+        last.infer_response.raw_output_contents[:] = [b"four"] * len(request.raw_input_contents)
+        yield last
+
+    with serving(Sharing()) as peer:
+        assert isinstance(peer, Sharing)
+        peer.takes(x=("FP32", [-1, 2]))
+        peer.script = script
+        options = ["--stream", "--shared-memory", "--count", "3", "--distinct", "1", "--assert", "errors==0"]
+        result = CliRunner().invoke(load, ["m", "--server", peer.target, *options])
+    assert result.exit_code == 0, result.output
+    _, *loaded = sent(peer)
+    assert [one.outputs[0].parameters["shared_memory_byte_size"].int64_param for one in loaded] == [8, 8, 8]
 
 
 def test_server_that_tells_nothing_is_soon_waited_for_no_more() -> None:

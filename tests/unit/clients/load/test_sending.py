@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -126,6 +127,29 @@ async def test_sequence_ends_with_the_step_that_fails(peer: Peer) -> None:
     peer.answer = sums
     found = await sent(peer, clients=1, count=1, steps=(3, 3))
     assert (found.due, found.answered, set(found.errors)) == (2, 1, {"INTERNAL"})
+
+
+@pytest.mark.parametrize(
+    "loop", [{"clients": 2}, {"arrivals": Recorded((0, 0, 9_999 * S), (0, 1, 2))}], ids=["closed", "open"]
+)
+async def test_sequences_under_way_are_ended_uncounted(peer: Peer, loop: dict[str, Any]) -> None:
+    sums, both, here = Sums(), asyncio.Event(), asyncio.get_running_loop()
+
+    def answering(request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        if len(sums.live) == 2:
+            here.call_soon_threadsafe(both.set)
+        return sums(request, context)
+
+    peer.answer = answering
+    sender = Sender(Share(Load(peer.target, MESSAGES, 60.0, steps=(9_999, 9_999), **loop), S))
+    async with AsyncExitStack() as stack:
+        await sender.connect(stack)
+        running = asyncio.create_task(sender.run(time.monotonic_ns()))
+        await both.wait()
+        sender.finish()
+        await running
+    assert sums.live == {}
+    assert merged(counts for _, counts in (*sender.settled(), *sender.slices.rest())).due == len(sums.seen) - 2
 
 
 async def test_lengths_of_sequences_depend_on_the_seed_alone(peer: Peer) -> None:
