@@ -37,11 +37,10 @@ class Change(NamedTuple):
     why: str
 
 
-def changes_of(now: Setting, chosen: Setting) -> list[Change]:
-    """What differs."""
+def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Change]:
+    """What differs, of a model with its own `config`."""
     mine, policy = now.policy, chosen.policy
     layout, offline = chosen.layout, chosen.layout.offline
-    threads = "ONNX Runtime's choice" if not now.layout.offline.intra_op_threads else "as it was"
     best_ms = layout.curve.mean_ns(max(size for size in layout.curve.sizes if size <= policy.max_batch_rows)) / 1e6
     found = [
         Change(
@@ -71,6 +70,8 @@ def changes_of(now: Setting, chosen: Setting) -> list[Change]:
         )
         found.append(Change("instance_group.count", str(now.layout.count), str(offline.instances), share))
     if offline.intra_op_threads:
+        own = config.parameters[INTRA].string_value if INTRA in config.parameters else "0"
+        threads = "ONNX Runtime's choice" if own == "0" else own
         found.append(Change(f"parameters.{INTRA}", threads, str(offline.intra_op_threads), "each has its own CPUs"))
     if not layout.allow_spinning:
         why = "threads that spin while they wait for work take CPU time from the server and from each other"

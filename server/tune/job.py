@@ -112,7 +112,7 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
     say("done", 1.0)
     # A text that is written anew has the fields of the model's own alone.
     lost = ["Comments of the model's own file aren't kept."] if config != pb.ModelConfig(backend=config.backend) else []
-    tuned = Tuned(name, goal, choice, changes_of(now, chosen), asked.seed, worth)
+    tuned = Tuned(name, goal, choice, changes_of(config, now, chosen), asked.seed, worth)
     heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *lost]
     return tuned, config_text(config, chosen, tuned.changes, heading)
 
@@ -173,6 +173,8 @@ async def measure_model(
     possible, config = layouts(0, usable_cpus().count), own_model(asked.model).config
     if devices[0].kind is not DeviceKind.CPU:
         possible = layouts_on_gpus(len(devices) // len({*devices}))
+    if backend_name(config) == "python":  # the threads are ONNX Runtime's
+        possible = [*dict.fromkeys(Offline(one.instances) for one in possible)]
     found = list[Layout]()
     for number, offline in enumerate(possible):
         say(f"measuring {_what(offline)}", _AFTER_CURVES * number / len(possible))

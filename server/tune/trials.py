@@ -52,7 +52,7 @@ class Trials:
     @contextmanager
     def server(self, setting: Setting) -> Iterator[LiveServer]:
         """The model as it is served with `setting`. Raises TuneError, also for what fails within."""
-        text = config_text(self._config, setting, changes_of(self._now, setting), ())
+        text = config_text(self._config, setting, changes_of(self._config, self._now, setting), ())
         config = text_format.Parse(text, pb.ModelConfig())
         with serving(self._model, config, self._load.requests, self._flags) as server:
             yield server

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from paceline.clients.load.histogram import Histogram
+from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
 from paceline.server.models.defaults import Offline
 from paceline.server.tune import choosing
@@ -36,7 +37,7 @@ async def tuned(goal: Goal) -> Tuned:
     choice = await choose(NOW, settings_of(LAYOUTS, NOW.policy, goal), goal, SEED, requests=REQUESTS)
     chosen = choice.best[0].setting
     back = await choosing.set_back(chosen, NOW, goal, SEED, REQUESTS)
-    return Tuned("<script>alert(1)</script>", goal, choice, changes_of(NOW, chosen), SEED, back)
+    return Tuned("<script>alert(1)</script>", goal, choice, changes_of(pb.ModelConfig(), NOW, chosen), SEED, back)
 
 
 @cache
