@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final, TextIO
 
 import click
@@ -102,9 +103,18 @@ def timeout_option(default_s: float, what: str) -> Callable[[Any], Any]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Before anything is computed. If writing fails after all, that is reported later. Raises Unusable."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise Unusable(f"{option} {path}: expected a file that can be written, in an existing folder")
+    """Before anything is computed, and without a trace. If writing fails after all, that is reported later. Raises
+    Unusable."""
+    try:
+        if path is None or path.is_fifo():  # whose reader would take an end for that of the file
+            return
+        if path.exists():
+            path.open("ab").close()
+        else:  # permissions don't tell: /proc takes no files
+            TemporaryFile(dir=path.parent).close()
+    except OSError:
+        expected = "expected a file that can be written, in an existing folder"
+        raise Unusable(one_line(f"{option} {path}: {expected}")) from None
 
 
 @contextmanager
@@ -124,12 +134,15 @@ def terminal_line(out: TextIO | None) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def one_line_errors(access: ConnectionOptions) -> Iterator[None]:
-    """Ends the command with one line for whatever clients raise, and for what can't be written or held in memory."""
+def one_line_errors(
+    access: ConnectionOptions, failure: type[click.ClickException] = click.ClickException
+) -> Iterator[None]:
+    """Ends the command with one line for whatever clients raise, as a `failure`, and for what can't be written or held
+    in memory."""
     try:
         yield
     except ClientError as error:
-        raise click.ClickException(one_line(f"{error}{_hint(str(error), access)}")) from error
+        raise failure(one_line(f"{error}{_hint(str(error), access)}")) from error
     except BrokenPipeError:
         raise  # the reader has read enough; click ends without a message
     except click.FileError as error:  # of a file that is opened when it is needed

@@ -21,6 +21,7 @@ from paceline.clients.options import (
     RATE,
     ConnectionOptions,
     Seconds,
+    Unusable,
     access_options,
     check_writable,
     one_line,
@@ -148,8 +149,7 @@ def tune(
     MODEL is a model's folder or a .onnx file. How long its executions take is measured, by rows, and with several
     layouts of instances and threads; then the load is simulated with many settings, and the best are tried on servers.
 
-    Exits with 0 if the load can be served as asked for, with 1 if it can't, or the model can't be tuned; with 2 if
-    MODEL or a flag can't be used.
+    Exits with 0 if the load can be served as asked for, with 1 if it can't, with 2 if MODEL or a flag can't be used.
     """
     if [rate, clients, arrivals, from_server, most or None].count(None) != 4:
         raise click.UsageError("expected one of --rate, --clients, --arrivals, --from-server and --max-throughput")
@@ -159,29 +159,26 @@ def tune(
     from paceline.server.telemetry import log
     from paceline.server.tune.choosing import Goal
     from paceline.server.tune.job import Asked, tune_model
-    from paceline.server.tune.measuring import TuneError
     from paceline.server.tune.observing import observed
     from paceline.server.tune.own_model import own_model
     from paceline.server.tune.page import page
 
     log.configure("warning", "text")
     rows = given["rows"]
-    with Progress(sys.stderr if progress else None) as show, one_line_errors(access):
-        try:
-            if from_server is not None:
-                show.say(f"looking at {from_server}", 0.0)
-                seen = observed(from_server, access, own_model(model).name)
-                rate, rows = seen.per_s, rows or seen.rows
-            goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], is_most=most)
-            asked = Asked(
-                model, goal, given["shapes"], rows, arrivals.readlines() if arrivals is not None else None,
-                given["seed"], given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
-                html is not None, given["requests"],
-            )  # fmt: skip
-            # Callers of `main` can pass their own backends as click's `obj`, as tests do.
-            tuned, config = tune_model(asked, show.say, click.get_current_context().obj)
-        except TuneError as error:
-            raise click.ClickException(one_line(str(error))) from None
+    # An unmet load alone is a failure: whoever asks whether it can be served gets an answer.
+    with Progress(sys.stderr if progress else None) as show, one_line_errors(access, Unusable):
+        if from_server is not None:
+            show.say(f"looking at {from_server}", 0.0)
+            seen = observed(from_server, access, own_model(model).name)
+            rate, rows = seen.per_s, rows or seen.rows
+        goal = Goal(rate or 0.0, clients or 0, given["p99_ns"], is_most=most)
+        asked = Asked(
+            model, goal, given["shapes"], rows, arrivals.readlines() if arrivals is not None else None,
+            given["seed"], given["allow_python_models"], given["seconds"] if given["verify"] else 0.0,
+            html is not None, given["requests"],
+        )  # fmt: skip
+        # Callers of `main` can pass their own backends as click's `obj`, as tests do.
+        tuned, config = tune_model(asked, show.say, click.get_current_context().obj)
     try:
         click.echo(tuned.as_json() if form == "json" else tuned.text())
     finally:  # also if nobody reads the output

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paceline.backends.base import DeviceKind
 from paceline.backends.spec import Array
+from paceline.clients.inputs import InputError
 from paceline.server.engine import Engine
 from paceline.server.models.defaults import Offline
 from paceline.server.models.served_model import ServedModel
@@ -34,8 +35,8 @@ _LOSING, _MOST_LOSING = 0.7, 2
 """Larger batches aren't tried once so many in a row compute that much fewer rows a second than the best."""
 
 
-class TuneError(Exception):
-    """A model can't be tuned, or not so; the message is one line."""
+class TuneError(InputError):
+    """A model can't be tuned, or not so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.clients.inputs import InputError
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError, StartError
 from paceline.server.models.batch_policy import backend_name
@@ -28,14 +27,14 @@ class OwnModel(NamedTuple):
 
 
 def own_model(path: Path) -> OwnModel:
-    """The only model at `path`, a file, a folder of any kind or a repository. Raises TuneError, and InputError
-    if there are several."""
+    """The only model at `path`, a file, a folder of any kind or a repository. Raises TuneError, also if there
+    are several."""
     layout = Layout([path])
     try:
         layout.open()
         folders = layout.models()
         if len(folders) != 1:
-            raise InputError(f"{path}: expected one model, got {', '.join(one.name for one in folders)}")
+            raise TuneError(f"{path}: expected one model, got {', '.join(one.name for one in folders)}")
         (folder,) = folders
         config = parse_config(folder.config) if folder.config else pb.ModelConfig()
     except StartError as error:  # names the path

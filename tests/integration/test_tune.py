@@ -24,6 +24,14 @@ from tests import models
 from tests.harness import ServerProcess
 from tests.unit.backends.length_models import encoder
 
+PYTHON = """
+class Model:
+    inputs = {"x": ("FP32", [-1, 1])}
+    outputs = {"y": ("FP32", [-1, 1])}
+
+    def execute(self, inputs):
+        return {"y": inputs["x"]}
+"""
 LOADS = "--rate, --clients, --arrivals, --from-server and --max-throughput"
 
 
@@ -62,13 +70,15 @@ def test_written_configuration_serves_as_it_was_chosen(tmp_path: Path) -> None:
 
 
 def test_target_that_cannot_be_met_is_told(tmp_path: Path) -> None:
-    result = tune(
-        models.write(models.mlp((64, 64, 8)), tmp_path / "m.onnx"), "--rate", 100, "--p99", "1us", "--no-verify"
-    )
-    assert result.exit_code == 1
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(PYTHON)
+    flags = ("--rate", 100, "--p99", "1us", "--no-verify", "--allow-python-models")
+    result = tune(tmp_path / "m", *flags)
+    assert result.exit_code == 1, result.output
     assert "100 requests/s with p99 within 0.001 ms can't be met here: at best, p99 is" in result.stdout
     assert "With less load it wouldn't, either." in result.stdout
     assert "measuring the configured instances" in result.stderr
+    assert "threads" not in result.stderr  # those are ONNX Runtime's
 
 
 def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +194,25 @@ def test_folder_of_models_and_shapes_of_others_are_refused(tmp_path: Path) -> No
         assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "said"),
+    [
+        (None, ("--rate", 10), "no version to load"),
+        (b"junk", ("--rate", 10), "failed to load"),
+        (b"junk", ("--from-server", "127.0.0.1:1"), "failed to connect"),
+    ],
+)
+def test_what_cannot_be_tuned_is_no_answer(
+    tmp_path: Path, content: bytes | None, flags: tuple[object, ...], said: str
+) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    if content is not None:
+        (tmp_path / "m" / "1" / "model.onnx").write_bytes(content)
+    result = tune(tmp_path / "m", *flags)
+    assert result.exit_code == 2  # 1 says that the load can't be served as asked for
+    assert said in result.stderr.splitlines()[-1]
+
+
 def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
     file = models.write(models.mlp((4, 4)), tmp_path / "m.onnx")
     for rows in (100, 100_000_000_000):
@@ -199,6 +228,6 @@ def test_requests_larger_than_any_batch_are_refused(tmp_path: Path) -> None:
 def test_failure_while_measuring_is_the_models_own(tmp_path: Path) -> None:
     # Integers up to 9 are made up, and the table has four places.
     result = tune(models.write(models.gather(), tmp_path / "m.onnx"), "--rate", 10)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("Error: onnx runtime error")
     assert result.stderr.endswith("(from model 'm', measured with made-up inputs)\n")

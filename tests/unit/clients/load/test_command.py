@@ -132,7 +132,7 @@ def test_page_is_written_though_nobody_reads_the_output(peer: Peer, tmp_path: Pa
         (["--text", "a"], "model 'm' has no input 'text_input'; it has x"),
         (["--shared-memory", "--sequence-length", "2"], "--shared-memory can't be combined"),
         (["--sequence-length", "5..2"], "expected a number like 10, or a range like 5..20"),
-        (["--html", "/nowhere/page.html"], "expected a file that can be written"),
+        (["--html", "/proc/page.html"], "expected a file that can be written"),
         (["--assert", "p99<20"], "expected a time with its unit"),
         (["--input", "z=[1]"], "has no input 'z'"),
         (["--shape", "x=1,2,3..2"], "expected NAME=1,2,3"),
