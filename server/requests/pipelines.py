@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import cast
 
@@ -28,6 +28,7 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import InFlight
 from paceline.server.requests.inner_request import InnerRequest
 from paceline.server.requests.open_flight import OpenFlight, PartialAnswer
+from paceline.server.requests.scopes import Scope
 
 AnnounceTo = Callable[[ServedModel, InFlight], None]
 Done = Callable[[Outcome[Tensors]], None]
@@ -70,64 +71,6 @@ class Pipelines:
             del self._sequences[key]
 
 
-class _Scope:
-    """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
-    `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
-    have. `is_answered`: no answer is to be made of it any more; `is_held`: one hasn't left."""
-
-    __slots__ = (
-        "children", "executing", "is_answered", "is_held", "level", "parent", "pending", "size_bytes", "source",
-        "values",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        plan: Plan,
-        level: int,
-        values: dict[str, Input | None],
-        parent: _Scope | None = None,
-        source: PartialAnswer | None = None,
-    ) -> None:
-        self.level = level
-        self.values = values
-        self.pending = [*plan.steps.get(level, ())]
-        self.parent = parent
-        self.source = source
-        self.children: list[_Scope] = []
-        self.executing = self.size_bytes = 0
-        self.is_answered = level not in plan.endings
-        self.is_held = False
-
-    def has(self, tensors: Set[str]) -> bool:
-        left = tensors - self.values.keys()
-        return not left or (self.parent is not None and self.parent.has(left))
-
-    def get(self, tensor: str) -> Input | None:
-        if tensor in self.values or self.parent is None:
-            return self.values[tensor]
-        return self.parent.get(tensor)
-
-    def is_in(self, other: _Scope) -> bool:
-        return self is other or (self.parent is not None and self.parent.is_in(other))
-
-    def drop(self) -> None:
-        """Nothing more is to come of it. What has an answer that hasn't left stays until it has."""
-        self.pending.clear()
-        self.executing = 0
-        self.is_answered = True
-        for child in self.children:
-            child.drop()
-        self.children = [child for child in self.children if not child.is_over]
-
-    @property
-    def has_all_answers(self) -> bool:
-        return self.is_answered and all(child.has_all_answers for child in self.children)
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_answered and not (self.pending or self.executing or self.children or self.is_held)
-
-
 class PipelineRun:
     """A request to an ensemble while it executes: `Runnable`, and the `Channel` of one that may be answered more than
     once. Steps of a scope that can't be executed any more, because an answer in it was an error, are dropped."""
@@ -147,14 +90,14 @@ class PipelineRun:
         self.sequence: tuple[str, str, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
             self.sequence = model.name, model.version, self._step.id
-        self._executing: dict[InnerRequest, tuple[PlannedStep, _Scope]] = {}
-        self._leaving: deque[_Scope | None] = deque()
+        self._executing: dict[InnerRequest, tuple[PlannedStep, Scope]] = {}
+        self._leaving: deque[Scope] = deque()
         self._spent_ns = [0, 0, 0]
         self._began_ns = 0
         self._last_error: StepFailed | None = None
         self._done: Done | None = None
         self._plan: Plan
-        self._root: _Scope
+        self._root: Scope
 
     @property
     def under_way(self) -> tuple[InnerRequest, ...]:
@@ -164,7 +107,7 @@ class PipelineRun:
     @property
     def _is_last(self) -> bool:
         """Whether no further answer can come. Answers may still be on their way."""
-        return not self._executing and self._root.has_all_answers
+        return self._root.has_all_answers
 
     def begin(self, done: Done) -> None:
         self._began_ns = monotonic_ns()
@@ -179,7 +122,7 @@ class PipelineRun:
         self._plan = flight.model.pipeline.plan(self._outputs)
         names = [tensor.name for tensor in flight.model.spec.inputs]
         given = {name: None if one is MISSING else one for name, one in zip(names, self.inputs, strict=True)}
-        self._root = _Scope(self._plan, ROOT, given)
+        self._root = Scope(self._plan, ROOT, given)
         self._advance(self._root)
 
     def call_off(self) -> None:
@@ -200,11 +143,11 @@ class PipelineRun:
     def sent(self, number: int, answers: int) -> None:
         """The oldest answers have left, and what they were made of may follow."""
         for _ in range(min(answers, len(self._leaving))):
-            if (scope := self._leaving.popleft()) is not None:
-                scope.is_held = False
-                self._close(scope)
+            scope = self._leaving.popleft()
+            scope.is_held = False
+            self._close(scope)
 
-    def _advance(self, scope: _Scope) -> None:
+    def _advance(self, scope: Scope) -> None:
         """Go on after tensors have come: start what can be started, and answer if that can be done."""
         if self._done is None:
             return
@@ -212,15 +155,14 @@ class PipelineRun:
             if scope.has(step.needs):
                 scope.pending.remove(step)
                 self._execute(step, scope)
-        if not scope.is_answered:
+        if not scope.is_answered and scope.answer is None:
             ending = self._plan.endings[scope.level]
             if scope.has(ending.needs):
-                scope.is_answered = True
                 self._answer(scope, ending.outputs)
         for child in [*scope.children]:
             self._advance(child)
 
-    def _execute(self, step: PlannedStep, scope: _Scope) -> None:
+    def _execute(self, step: PlannedStep, scope: Scope) -> None:
         given = [
             (name, datatype, _with_rank(array, rank, leads=leads))
             for tensor, name, datatype, rank, leads in step.inputs
@@ -257,6 +199,7 @@ class PipelineRun:
             self._settle(scope, step, request.outputs)
         elif request.outputs:
             self._begin_scope(step, scope, request.outputs, None)
+        self._hand_on(scope)
         self._close(scope)
         if self._done is not None and self._is_last:
             assert self.opened is not None
@@ -268,27 +211,32 @@ class PipelineRun:
         if self._done is None:
             return
         step, scope = self._executing[request]
-        if error is not None:
-            self._hand_on_error(step, error, None)
-            answer.sent(len(str(error)))
-        else:
-            self._begin_scope(step, scope, answer.outputs, answer)
+        self._begin_scope(step, scope, answer.outputs if error is None else self._failure(step, error), answer)
 
     def _begin_scope(
-        self, step: PlannedStep, scope: _Scope, outputs: Mapping[str, Array], source: PartialAnswer | None
+        self,
+        step: PlannedStep,
+        scope: Scope,
+        answer: Mapping[str, Array] | StepFailed,
+        source: PartialAnswer | None,
     ) -> None:
-        begun = _Scope(self._plan, step.number, {}, scope, source)
-        begun.size_bytes = sum(array.nbytes for array in outputs.values())
+        begun = Scope(self._plan, step.number, {}, scope, source)
         scope.children.append(begun)
-        self._settle(begun, step, outputs)
+        if isinstance(answer, StepFailed):
+            begun.size_bytes = len(str(answer))
+            begun.fail(answer)
+            self._hand_on(begun)
+        else:
+            begun.size_bytes = sum(array.nbytes for array in answer.values())
+            self._settle(begun, step, answer)
         self._close(begun)
 
-    def _settle(self, scope: _Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
+    def _settle(self, scope: Scope, step: PlannedStep, outputs: Mapping[str, Array]) -> None:
         for name, tensor in step.outputs:
             scope.values[tensor] = outputs.get(name)
         self._advance(scope)
 
-    def _answer(self, scope: _Scope, outputs: Sequence[tuple[int, str]]) -> None:
+    def _answer(self, scope: Scope, outputs: Sequence[tuple[int, str]]) -> None:
         """All outputs that there will be in `scope` are there."""
         model: ServedModel = self.flight.model
         assert model.pipeline is not None
@@ -302,44 +250,63 @@ class PipelineRun:
             try:
                 check_outputs((results[index],), ModelSpec((), (tensor,), model.spec.batched), self.flight.rows)
             except ExecutionError as error:
-                self._fail(StepFailed(f"in ensemble '{model.name}', {error}", status_of(error)))
+                failed = StepFailed(f"in ensemble '{model.name}', {error}", status_of(error))
+                if scope.level == ROOT:
+                    self._fail(failed)
+                else:
+                    scope.answer = failed
+                    self._hand_on(scope)
                 return
-        last = self._is_last and self._last_error is None
         if self.opened is None:
             flight = self.flight
             if flight.options is not None:
                 flight.options = of_those_there(flight.options, results)
             self._end(tuple(results))
         else:
-            self.opened.on_answer(tuple(results), last=last)
-            if last:
-                self._end(ANSWERED_ELSEWHERE)
-            else:
-                scope.is_held = True
-                self._leaving.append(scope)
+            scope.answer = tuple(results)
+            self._hand_on(scope)
 
-    def _fail_step(self, step: PlannedStep, scope: _Scope, error: BaseException) -> None:
-        """A step has failed, and with it the request, or the answer that it was executed for."""
-        if scope.level == ROOT:
-            if step.model.decoupled:
-                # What it has answered before goes on to the steps behind it, and the error comes last.
-                self._last_error = self._failure(step, error)
-            else:
-                self._fail(self._failure(step, error))
-            return
-        for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
-            del self._executing[request]
-            self._pipelines.give_up(request)
-        scope.drop()
-        self._hand_on_error(step, error, scope)
+    def _hand_on(self, scope: Scope) -> None:
+        """Answer with what waits in `scope`, or for it: what is made of a decoupled step's answers, and errors among
+        them, leave in that step's order."""
+        # Where a further decoupled step follows, only errors wait for what is made of the answers before them. If all
+        # did, answers that are held could keep its model from executing what they wait for.
+        at: Scope | None = scope
+        while at is not None and self._done is not None:
+            for one in [*at.parent.children] if at.parent is not None else [at]:
+                if one.level != at.level:
+                    continue
+                answer, one.answer = one.answer, None
+                if answer is None:
+                    if one.has_all_answers:
+                        continue
+                    break
+                assert self.opened is not None
+                one.is_answered = True
+                last = self._is_last and self._last_error is None and not isinstance(answer, StepFailed)
+                self.opened.on_answer(answer, last=last)
+                if last:
+                    self._end(ANSWERED_ELSEWHERE)
+                    return
+                one.is_held = True
+                self._leaving.append(one)
+            at = at.parent
 
-    def _hand_on_error(self, step: PlannedStep, error: BaseException, scope: _Scope | None) -> None:
-        """One answer of several is an error; `scope` is what it was made in, if anything was."""
-        assert self.opened is not None
-        if scope is not None:
-            scope.is_held = True
-        self._leaving.append(scope)
-        self.opened.on_answer(self._failure(step, error), last=False)
+    def _fail_step(self, step: PlannedStep, scope: Scope, error: BaseException) -> None:
+        """A step has failed, and with it the request, or the answer that it was executed for. What a decoupled step has
+        answered before goes on to the steps behind it, and the error comes last."""
+        failed = self._failure(step, error)
+        if scope.level == ROOT and step.model.decoupled:
+            self._last_error = failed
+        elif scope.level == ROOT:
+            self._fail(failed)
+        elif step.model.decoupled:
+            self._begin_scope(step, scope, failed, None)
+        else:
+            for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
+                del self._executing[request]
+                self._pipelines.give_up(request)
+            scope.fail(failed)
 
     def _failure(self, step: PlannedStep, error: BaseException) -> StepFailed:
         where = f"in ensemble '{self.flight.model.name}', step {step.number} ('{step.model.name}')"
@@ -352,7 +319,7 @@ class PipelineRun:
         elif (done := self._stop()) is not None:
             done(Outcome(self._began_ns, monotonic_ns(), error=failed))
 
-    def _close(self, scope: _Scope) -> None:
+    def _close(self, scope: Scope) -> None:
         """Forget `scope` if nothing more can come of it, and have the step go on that it was an answer of."""
         while scope.is_over and scope.parent is not None and self._done is not None:
             if scope.source is not None:
@@ -378,7 +345,7 @@ class PipelineRun:
         return done
 
 
-_NOTHING = _Scope(Plan({}, {}), ROOT, {})
+_NOTHING = Scope(Plan({}, {}), ROOT, {})
 
 
 def _with_rank(array: Input, rank: int, leads: bool) -> Input:

@@ -84,7 +84,7 @@ async def test_each_answer_of_a_decoupled_step_goes_on_to_the_steps_behind_it(tm
         config = (await started.stub.ModelConfig(pb.ModelConfigRequest(name="e"))).config
         assert config.model_transaction_policy.decoupled
         told = await answers(started, asking(f"{COUNT}request.end()", **{EMPTY_FINAL: True}))
-        assert sorted(one for one, _ in told[:3] if isinstance(one, int)) == [0, 1, 2]
+        assert [one for one, _ in told[:3]] == [0, 1, 2]
         assert [last for _, last in told] in ([False, False, False, True], [False, False, True])
         await until_quiet(started)
         statistics = started.server.repository.get("e", "").statistics
@@ -151,7 +151,7 @@ async def test_error_behind_one_answer_leaves_the_others(tmp_path: Path) -> None
     after.faults.raise_when(lambda inputs: bool((inputs[0] == 1).any()), ExecutionError("not one"))
     async with served(tmp_path, after) as started:
         told = await answers(started, asking(f"{COUNT}request.end()"))
-        assert sorted((one for one, _ in told), key=str) == [0, 2, "in ensemble 'e', step 1 ('after'): not one"]
+        assert [one for one, _ in told if one is not None] == [0, "in ensemble 'e', step 1 ('after'): not one", 2]
         await until_quiet(started)
 
 
@@ -160,7 +160,7 @@ async def test_error_behind_one_answer_leaves_the_others(tmp_path: Path) -> None
     [
         (
             "send(7)\nrequest.fail('half of it', end=False)\nsend(8, True)",
-            [7, 8, "in ensemble 'e', step 0 ('m'): half of it"],
+            [7, "in ensemble 'e', step 0 ('m'): half of it", 8],
         ),
         ("request.fail('all of it')", ["in ensemble 'e', step 0 ('m'): all of it"]),
         ("raise ValueError('in execute')", ["in ensemble 'e', step 0 ('m'): ValueError: in execute"]),
@@ -168,7 +168,7 @@ async def test_error_behind_one_answer_leaves_the_others(tmp_path: Path) -> None
 )
 async def test_errors_of_a_decoupled_step_are_answers(tmp_path: Path, code: str, expected: list[object]) -> None:
     async with served(tmp_path) as started:
-        assert sorted((one for one, _ in await answers(started, asking(code))), key=str) == expected
+        assert [one for one, _ in await answers(started, asking(code))] == expected
         await until_quiet(started)
 
 
@@ -204,7 +204,7 @@ async def test_slow_reader_holds_up_the_decoupled_step(tmp_path: Path) -> None:
         await stream.send(asking("for n in range(2000): send(n)\nrequest.end()"))
         read = [(await stream.message()).infer_response for _ in range(2000)]
         numbers = [int(np.frombuffer(one.raw_output_contents[0], np.int64)[0]) for one in read]
-        assert sorted(numbers) == list(range(2000))
+        assert numbers == list(range(2000))
         assert await rest(stream) == []
         await until_quiet(started)
 

@@ -1,5 +1,5 @@
 """Ensembles of random graphs, whose steps end in any order, fail or leave outputs out, against the same graphs
-evaluated step by step.
+evaluated step by step; and answers of decoupled steps that are overtaken on their way.
 
 Each step adds up its inputs and a number of its own, so what reaches an output says which steps it went through.
 """
@@ -47,7 +47,7 @@ SPEC = ModelSpec(
 @dataclass(eq=False)
 class StepModel:
     """`server.models.pipeline.Version` of a step that adds `number` to the sum of its inputs, as x, and has that times
-    two as y. `why` is how it ends."""
+    two as y. `why` is how it ends; below 0, nothing can be added."""
 
     number: int
     why: str
@@ -64,6 +64,8 @@ class StepModel:
         """Raises ExecutionError."""
         if self.why == "fails" or "a" not in inputs:
             raise ExecutionError(f"step {self.number} has no answer")
+        if inputs["a"][0] < 0:
+            raise ExecutionError(f"can't take {inputs['a'][0, 0]:.0f}")
         total = sum(inputs.values(), np.full((2, 1), self.number, np.float32))
         return {"x": total} if self.why == "leaves out" else {"x": total, "y": total * 2}
 
@@ -127,10 +129,28 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph([steps[one] for one in order], [models[one] for one in order], given)
 
 
+class Opened:
+    """`OpenFlight` of a caller that is `told` a number, an error, or that there is no more; and which is the last."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float | str | None, bool]] = []
+        self.run: PipelineRun
+
+    def open(self, run: PipelineRun, number: int) -> None:
+        self.run = run
+
+    def on_answer(self, answer: Any, *, last: bool) -> None:
+        said = next(one for one in answer if one is not MISSING)[0, 0] if isinstance(answer, tuple) else answer
+        self.told.append((str(said) if isinstance(said, Exception) else said, last))
+
+    def let_go(self) -> None:
+        pass
+
+
 class Run:
     """A request to the ensemble `graph` for the outputs `wanted`. Its steps end when the test says so."""
 
-    def __init__(self, graph: Graph, wanted: Sequence[str]) -> None:
+    def __init__(self, graph: Graph, wanted: Sequence[str], opened: Any = None) -> None:
         self.graph = graph
         read = {tensor for _, reads, _ in graph.steps for tensor in reads.values()}
         inputs = [name for name in ("in0", "in1") if name in read]
@@ -158,7 +178,7 @@ class Run:
         outputs = tuple(self.names.index(name) for name in wanted)
         self.flight.options = RequestOptions(2, (), outputs, NO_PARAMETERS)
         pipelines = Pipelines(self.announce, self.given_up.append)
-        run = PipelineRun(pipelines, self.flight, [graph.given.get(name, MISSING) for name in inputs])
+        run = PipelineRun(pipelines, self.flight, [graph.given.get(name, MISSING) for name in inputs], opened)
         run.begin(self.ends.append)
 
     def announce(self, model: Any, request: InFlight) -> None:
@@ -211,3 +231,43 @@ def test_ensemble_gives_what_its_steps_give_one_by_one(graph: Graph, data: st.Da
         failed = next(step for step in needed if f"step {step} (" in str(end.error))
         assert results[failed] is None
         assert graph.models[failed].number in run.begun
+
+
+@given(st.lists(st.sampled_from(["is answered", "fails behind", "is an error"]), max_size=6), st.data())
+def test_answers_and_errors_keep_their_decoupled_steps_order(answers: list[str], data: st.DataObject) -> None:
+    steps: list[Step] = [("m0", {"a": "in0"}, {"x": "x0"}), ("m1", {"a": "x0"}, {"x": "x1"})]
+    graph = Graph(steps, [StepModel(0, "", decoupled=True), StepModel(1, "")], {"in0": np.ones((2, 1), np.float32)})
+    opened, sent, expected = Opened(), list[int](), list[float | str | None]()
+    run = Run(graph, ["x1"], opened)
+    ((_, request),) = run.under_way
+    run.under_way.clear()
+
+    def go_on(until: st.SearchStrategy[bool]) -> None:
+        while run.under_way and data.draw(until):
+            run.end(data.draw(st.integers(0, 5)))
+
+    for number, what in enumerate(answers, 1):
+        value = -number if what == "fails behind" else number
+        error = ExecutionError(f"error {number}") if what == "is an error" else None
+        in_place = {
+            "is answered": number + 1,
+            "fails behind": f"in ensemble 'e', step 1 ('m1'): can't take -{number}",
+            "is an error": f"in ensemble 'e', step 0 ('m0'): error {number}",
+        }
+        expected.append(in_place[what])
+        answer: Any = SimpleNamespace(outputs={"x": np.full((2, 1), value, np.float32)}, sent=sent.append)
+        request.on_more(answer, error)
+        go_on(st.booleans())
+    if data.draw(st.booleans()):
+        go_on(st.just(True))
+        assert [said for said, _ in opened.told] == expected
+        opened.run.sent(1, len(answers))
+        assert len(sent) == len(answers)
+    if data.draw(st.booleans()):
+        request.on_failure(ExecutionError("no more"))
+        expected.append("in ensemble 'e', step 0 ('m0'): no more")
+    request.on_done()
+    go_on(st.just(True))
+    assert [said for said, _ in opened.told if said is not None] == expected
+    assert [last for _, last in opened.told] == [False] * (len(opened.told) - 1) + [True]
+    assert len(run.ends) == 1
