@@ -3,7 +3,7 @@
 Lives here: the table of sequences, and every decision about them. Must not: a clock, an await or a callback, tensors,
 batches; states are kept here, and nobody looks into them. The rules: at most one step of a sequence is at the batcher;
 steps go in order of arrival; a state changes only by a step that was executed and succeeded; and where a waiting step
-is lost, so are those behind it, since a hole in the state would be worse.
+is lost, so are those behind it, since a hole in the state would be worse, up to one that starts anew.
 
 A sequence has a *place* while it is live. There are so many of them in all or, where instances keep something of their
 sequences, so many on each instance. Without a place it waits.
@@ -133,8 +133,8 @@ class Sequences(Generic[RequestT]):
 
     # hot path
     def left(self, request: RequestT, now_ns: int, lost: SequenceEnd | None, *, succeeds: bool = True) -> None:
-        """The batcher has done with a step. `lost`: it wasn't executed, which ends its sequence. Unless it `succeeds`,
-        its caller was told that it has failed, whatever it leaves."""
+        """The batcher has done with a step. `lost`: it wasn't executed, and so are those behind it. Unless it
+        `succeeds`, its caller was told that it has failed, whatever it leaves."""
         sequence = self._of.pop(request)
         payload, sequence.payload = sequence.payload, None
         sequence.executing = None
@@ -146,17 +146,18 @@ class Sequences(Generic[RequestT]):
             if sequence.state is LOST:
                 lost = SequenceEnd.INSTANCE_LOST
         if lost is not None:
-            self._cut(sequence, lost)
+            self._lose(sequence, lost)
         elif (step := request.step) and step.end and request.ended and not (request.answered or request.cancelled()):
             self._note_gone(sequence.id, SequenceEnd.END)
         self._go_on(sequence, now_ns)
 
     def refuse(self, request: RequestT, now_ns: int) -> None:
-        """The batcher has refused a step that had just arrived. Its sequence is as before or, if steps follow, ends."""
+        """The batcher has refused a step that had just arrived. Its sequence is as before, but steps that follow are
+        lost."""
         sequence = self._of.pop(request)
         sequence.executing = sequence.payload = None
         if sequence.steps:
-            self._cut(sequence, SequenceEnd.REFUSED)
+            self._lose(sequence, SequenceEnd.REFUSED)
         elif not sequence.has_begun:
             self._forget(sequence)
             self._leave(sequence, now_ns, counted=False)
@@ -167,8 +168,8 @@ class Sequences(Generic[RequestT]):
         self._go_on(sequence, now_ns)
 
     def withdraw(self, request: RequestT, now_ns: int) -> bool:
-        """The caller of a request has gone; False if that doesn't wait here. If it does, its sequence ends with the
-        steps before it."""
+        """The caller of a request has gone; False if that doesn't wait here. If it does, the steps behind it are
+        lost."""
         sequence = self._of.get(request)
         if sequence is None or request is sequence.executing:
             return False
@@ -282,13 +283,13 @@ class Sequences(Generic[RequestT]):
             self._idle[sequence] = None
 
     def _lose_waiting(self, sequence: Sequence[RequestT], request: RequestT, why: SequenceEnd, now_ns: int) -> None:
-        """A waiting step is lost: its sequence ends with the steps before it."""
+        """A waiting step is lost, and with it those behind it."""
         steps = sequence.steps
         assert steps is not None
         place = steps.index(request)
         self._stop_waiting(request)
         del steps[place], self._of[request]
-        self._cut(sequence, why, place)
+        self._lose(sequence, why, place)
         if steps or sequence.place is not None:
             return
         if self._placeless.pop(sequence, self) is None:
@@ -302,18 +303,35 @@ class Sequences(Generic[RequestT]):
         if self._idle.pop(sequence, self) is None:
             self._leave(sequence, now_ns)
 
+    def _lose(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
+        """A step was lost in front of all but the first `keep` of those that wait: these are dropped, up to one that
+        starts anew, as that needs nothing of it. Without such a one, the sequence ends."""
+        behind = islice(sequence.steps or (), keep, None)
+        lost = [*takewhile(lambda request: not (request.step and request.step.start), behind)]
+        if keep + len(lost) == len(sequence.steps or ()):
+            self._cut(sequence, why, keep)
+            return
+        assert sequence.steps is not None
+        sequence.steps.rotate(-keep)
+        for request in lost:
+            sequence.steps.popleft()
+            self._drop(sequence, request, why)
+        sequence.steps.rotate(keep)
+
     def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """End a sequence after the first `keep` of its waiting steps; the others are dropped."""
         steps = sequence.steps
         while steps and len(steps) > keep:
-            request = steps.pop()
-            self._stop_waiting(request)
-            del self._of[request]
-            self.dropped.append((request, NotStarted(self._model, sequence.id, why.text)))
+            self._drop(sequence, steps.pop(), why)
         self._forget(sequence)
         if sequence.ends in (None, SequenceEnd.END):
             sequence.ends = why
             self._note_gone(sequence.id, why)
+
+    def _drop(self, sequence: Sequence[RequestT], request: RequestT, why: SequenceEnd) -> None:
+        self._stop_waiting(request)
+        del self._of[request]
+        self.dropped.append((request, NotStarted(self._model, sequence.id, why.text)))
 
     def _forget(self, sequence: Sequence[RequestT]) -> None:
         """Its id is free for another sequence."""

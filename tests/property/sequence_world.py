@@ -36,14 +36,16 @@ LIMIT_NS = 20 * MS
 @dataclass(eq=False)
 class Known:
     """A sequence, as far as its caller can know. `done` are the steps that made its state. `takes_more`: its id leads
-    to it. Of its steps that wait, those from number `broken_from` on mustn't be executed. `placed_on`: which instance
-    has a place for it; `instance`: the same, once a step of it was executed there."""
+    to it. Of its steps that wait, those from number `broken_from` on mustn't be executed, nor those `lost`, behind
+    which it starts anew. `placed_on`: which instance has a place for it; `instance`: the same, once a step of it was
+    executed there."""
 
     id: int | str
     steps: list[Step] = field(default_factory=list)
     done: tuple[int, ...] = ()
     takes_more: bool = True
     broken_from: float = float("inf")
+    lost: set[int] = field(default_factory=set)
     placed_on: int = -1
     instance: int = -1
     is_lost: bool = False
@@ -51,6 +53,19 @@ class Known:
     def break_from(self, number: float) -> None:
         self.takes_more = False
         self.broken_from = min(self.broken_from, number)
+
+    def is_broken(self, number: int) -> bool:
+        return number >= self.broken_from or number in self.lost
+
+    def lose(self, number: int) -> None:
+        """A step is lost, and those behind it, up to one that waits to start anew."""
+        if self.is_broken(number):
+            return
+        behind = [one for one in self.steps if one.number > number and one.asked.start and not one.request.ended]
+        if behind:
+            self.lost.update(one.number for one in self.steps if number <= one.number < behind[0].number)
+        else:
+            self.break_from(number)
 
 
 @dataclass(eq=False)
@@ -152,10 +167,10 @@ class World:
             assert known not in busy
             busy.add(known)
             assert not step.request.ended
-            assert step.number < known.broken_from
+            assert not known.is_broken(step.number)
             assert step.request.deadline_ns > self.clock.now_ns()
             # All steps before it were executed, and it sees what they have left.
-            before = [one for one in known.steps if one.number < step.number]
+            before = [one for one in known.steps if one.number < step.number and one.number not in known.lost]
             assert all(one.request.ended and one.was_executed and not one.executing for one in before)
             assert payload.state == (() if step.asked.start else known.done)
             if self.limits.places:
@@ -236,7 +251,7 @@ class World:
         if open_steps:
             step = open_steps[which % len(open_steps)]
             if not step.executing:
-                step.sequence.break_from(step.number)
+                step.sequence.lose(step.number)
             step.request.cancel()
 
     def finish(self, which: int, how: str) -> None:
@@ -252,7 +267,7 @@ class World:
             step, known = payload.step, payload.step.sequence
             step.executing, step.over_ns = False, self.clock.now_ns()
             if is_divided and step.request.cancelled():
-                known.break_from(step.number)  # it isn't executed again with the others
+                known.lose(step.number)  # it isn't executed again with the others
             if error is None and not (how == "one" and number == 0):
                 payload.after = known.done = (*payload.state, step.number)
                 results.append(step.number)
@@ -269,7 +284,7 @@ class World:
         self.clock.advance(by_ns)
         for step in self.steps:
             if step.request.ended and step.request.deadline_ns <= self.clock.now_ns() and not step.was_executed:
-                step.sequence.break_from(step.number)
+                step.sequence.lose(step.number)
         self.expect_idle_ends()
 
     def add(self) -> None:
@@ -297,7 +312,7 @@ class World:
         assert sequences.waiting == sum(any(not step.request.ended for step in one.steps) for one in unsent)
         for known in self.known:
             for step in known.steps:
-                if step.number > known.broken_from and not step.executing:
+                if known.is_broken(step.number) and not step.executing:
                     assert step.request.ended or step.sent
 
     def check_end(self, step: Step) -> None:
@@ -310,7 +325,7 @@ class World:
         if error is None:
             assert request.result() == step.number
         elif isinstance(error, NotStarted):
-            assert step.number >= step.sequence.broken_from
+            assert step.sequence.is_broken(step.number)
         else:
             assert isinstance(error, (ExecutionFailed, QueueTimeout, NoInstance, BatcherClosed, ValueError))
 

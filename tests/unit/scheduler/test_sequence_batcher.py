@@ -172,6 +172,24 @@ async def test_sequence_ends_where_a_waiting_step_is_lost(fate: str) -> None:
     assert bench.seen.count(Drop.SEQUENCE_ENDED) == 1
 
 
+@pytest.mark.parametrize("lost_at", ["sequence", "batcher"])
+async def test_step_behind_a_lost_one_may_start_anew(lost_at: str) -> None:
+    bench = Bench(max_batch_rows=1)
+    executing = await bench.send(7 if lost_at == "sequence" else 1, "a", start=True)
+    lost = await bench.send(7, "b", start=lost_at == "batcher")
+    behind, *anew = [await bench.send(7, name, start=name == "d", end=name == "e") for name in "cde"]
+    lost.cancel()
+    await one_turn()
+    with pytest.raises(NotStarted, match="cancelled"):
+        behind.result()
+    for _ in range(3):
+        await bench.finish()
+    assert [one.result() for one in (executing, *anew)] == ["a", "d", "de"]
+    assert bench.batcher.sequences.ended[SequenceEnd.CANCELLED] == bench.batcher.waiting_requests == 0
+    assert bench.seen.count(Drop.SEQUENCE_ENDED) == 1
+    bench.batcher.close()
+
+
 async def test_lost_step_that_was_at_the_batcher_ends_its_sequence() -> None:
     bench = Bench(max_batch_rows=1)
     await bench.send(1, "x", start=True)
