@@ -29,13 +29,13 @@ from paceline.server.models.defaults import ALLOW_SPINNING, INTRA, BatchDefaults
 from paceline.server.models.offline import layouts, layouts_on_gpus
 from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of
-from paceline.server.tune.config_file import changes_of, config_text
+from paceline.server.tune.config_file import changes_of, config_text, plain
 from paceline.server.tune.contents import LoadContents, contents_of
 from paceline.server.tune.live import Live
 from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
 from paceline.server.tune.own_model import own_model
 from paceline.server.tune.report import Tuned
-from paceline.server.tune.trials import Trials
+from paceline.server.tune.trials import FEWEST, Trials
 from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
 
@@ -160,6 +160,10 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
     order = [number % len(requests) for number in numbers]
     load = contents_of(served, requests, order)
     rate = arrivals.rate if arrivals is not None else asked.goal.rate
+    if rate and 0 < asked.seconds < FEWEST / rate:
+        needed = f"--seconds {math.ceil(FEWEST / rate)}, or --no-verify"
+        got = f"{plain(rate)} a second in --seconds {asked.seconds:g}"
+        raise InputError(f"expected a load of {FEWEST} requests or more while it is tried, got {got}: give {needed}")
     return replace(asked.goal, contents=load.contents, recorded=arrivals, rate=rate), load
 
 

@@ -25,10 +25,12 @@ from paceline.server.tune.live import MUCH_OTHERS, WARMUP_S, Live, LiveServer, s
 from paceline.server.tune.measuring import Layout
 from paceline.server.tuning import new_loop
 
-__all__ = ["Trials"]
+__all__ = ["FEWEST", "Trials"]
 
 _MANY_CLIENTS = 16
 _BUSY_S, _MARGIN_S = 3.0, 5.0
+FEWEST = 10
+"""Of a rate, so many requests are to come while it is tried, on average: then one does."""
 _LEAST_TIMEOUT_S = 5.0
 _BUSY = 0.7
 """Layouts are calibrated with at most this share of the load that they can serve, by what is known before."""
@@ -107,7 +109,7 @@ class Trials:
         self, setting: Setting, goal: Goal, seconds: float, among: Callable[[Costs], Sequence[Costs]]
     ) -> Sequence[Costs]:
         """Measured while others have little of the machine, if that comes about."""
-        seconds = min(_BUSY_S, seconds)
+        seconds = min(max(_BUSY_S, FEWEST / goal.rate) if goal.rate else _BUSY_S, seconds)
         with self.server(setting) as server:
             live = self.load(server, goal, seconds)
             if live.others > MUCH_OTHERS:
