@@ -29,7 +29,8 @@ def plain(value: float, digits: int = 4) -> str:
 
 
 class Change(NamedTuple):
-    """A field of the configuration, its value as the model is served now and as it was chosen, and why."""
+    """A field of the configuration, its value as the model is served now and as it was chosen, and what
+    that does."""
 
     field: str
     before: str
@@ -47,7 +48,7 @@ def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Ch
             "max_batch_size",
             str(mine.max_batch_rows),
             str(policy.max_batch_rows),
-            f"such a batch executes for {plain(best_ms, 3)} ms, and all compute {plain(chosen.capacity)} rows/s",
+            f"such a batch executes for {plain(best_ms, 3)} ms",
         ),
         Change(
             "dynamic_batching.preferred_batch_size",
@@ -65,10 +66,8 @@ def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Ch
         ),
     ]
     if offline.instances:
-        share = (
-            f"together they compute {plain(chosen.capacity)} rows/s, with {now.layout.instances}: {plain(now.capacity)}"
-        )
-        found.append(Change("instance_group.count", str(now.layout.count), str(offline.instances), share))
+        why = "so many batches execute at the same time"
+        found.append(Change("instance_group.count", str(now.layout.count), str(offline.instances), why))
     if offline.intra_op_threads:
         own = config.parameters[INTRA].string_value if INTRA in config.parameters else "0"
         threads = "ONNX Runtime's choice" if own == "0" else own

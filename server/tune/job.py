@@ -113,7 +113,8 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
     # A text that is written anew has the fields of the model's own alone.
     lost = ["Comments of the model's own file aren't kept."] if config != pb.ModelConfig(backend=config.backend) else []
     tuned = Tuned(name, goal, choice, changes_of(config, now, chosen), asked.seed, worth)
-    heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *lost]
+    why = [f"Chosen, as {tuned.reason()}."] if tuned.changes else []
+    heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *why, *lost]
     return tuned, config_text(config, chosen, tuned.changes, heading)
 
 

@@ -43,6 +43,7 @@ def page(tuned: Tuned, config: str) -> str:
         f'<p class="verdict{" met" * tuned.is_met}">{escape(tuned.verdict())}</p>',
         _heading("What to change"),
         _changes(tuned.changes),
+        *([f"<p>Chosen, as {escape(tuned.reason())}.</p>"] if tuned.changes else ()),
         _table([row[:PREDICTED] for row in tuned.table()]),
         f"<p>{escape(tuned.caution())}</p>",
         _heading("What was tried"),

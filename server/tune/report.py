@@ -72,6 +72,38 @@ class Tuned:
             return f"{said}; {more(best.too_much)} wasn't when tried, though {more(best.most)} should be by prediction"
         return f"{said}, and would be up to {more(best.most)} by prediction, which wasn't tried"
 
+    def reason(self) -> str:
+        """What decided against what is served now; nothing if that stays."""
+        best, goal = self.choice.best[0], self.goal
+        # Among the best, it has the largest load that it would serve, too.
+        now = next((one for one in self.choice.best if one.setting == self.choice.now.setting), self.choice.now)
+        if best.setting == now.setting:
+            return ""
+        if now.failure:
+            return "what is served now couldn't be tried"
+        mine, theirs, tried = best.live, now.live, ""
+        if mine is not None and theirs is not None and best.load is not None and now.load is not None:
+            tried = f"p99 was {_p99(mine)} when tried, {_p99(theirs)} as it is now"
+            if not best.holds:
+                return tried
+            if not now.holds and best.load.load >= now.load.load:
+                return f"what is served now didn't serve {_load(now.load)} as asked for when tried (p99 {_p99(theirs)})"
+            by_throughput = not goal.rate or goal.is_most or not best.is_met
+            if now.holds and by_throughput and mine.throughput > theirs.throughput:
+                answered = plain(mine.throughput), plain(theirs.throughput)
+                return "{} requests/s were answered when tried, {} as it is now".format(*answered)
+        if best.is_met and not now.is_met:
+            return "by prediction, what is served now wouldn't serve the load as asked for"
+        if best.most > now.most and (goal.p99_ns or not best.is_met):
+            as_now = f", up to {_load(goal.at(now.most))} as it is now" if now.most else ""
+            return f"by prediction, up to {_load(goal.at(best.most))} would be served as asked for{as_now}"
+        if not goal.rate and best.is_met:
+            answered = plain(best.found.throughput), plain(now.found.throughput)
+            return "by prediction, {} requests/s are answered, {} as it is now".format(*answered)
+        if best.p99_ns < now.p99_ns:
+            return f"by prediction, p99 is {_p99(best.found)}, {_p99(now.found)} as it is now"
+        return tried or "it is best by prediction"
+
     def _unmet(self) -> str:
         best = self.choice.best[0]
         if best.failure:
@@ -126,7 +158,7 @@ class Tuned:
                 self.caution(),
                 *self.apart(),
                 f"Executions with the best layout, all instances busy: {measured}.",
-                *(["to change:", *changes] if changes else ["nothing to change"]),
+                *([f"to change, as {self.reason()}:", *changes] if changes else ["nothing to change"]),
             ]
         )
 
@@ -171,6 +203,7 @@ class Tuned:
                 "best": [self._json(one) for one in self.choice.best],
                 "tried": self.choice.tried,
                 "needs": _needs_json(self.choice),
+                "reason": self.reason() or None,
                 "changes": [one._asdict() for one in self.changes],
                 "set_back": {name: self._json(one) for name, one in self.set_back.items()},
             }

@@ -33,7 +33,7 @@ def test_changed_settings_are_set_and_explained() -> None:
         dynamic_batching { priority_levels: 2 max_queue_delay_microseconds: 500 }
         instance_group { count: 2 } parameters { key: "intra_op_thread_count" value { string_value: "1" } }"""
     )
-    assert text.startswith("# Tuned: for a test.\n# max_batch_size: 8, was 4: such a batch executes for 4 ms")
+    assert text.startswith("# Tuned: for a test.\n# max_batch_size: 8, was 4: such a batch executes for 4 ms\n")
     assert [one.field for one in changes] == [
         "max_batch_size",
         "dynamic_batching.preferred_batch_size",
