@@ -255,6 +255,7 @@ async def choose(
         best = [await _with_most(one, goal, 0.0, high, requests // _PART_OF_MORE, seed) for one in best]
         needs = await _needs(max(best, key=lambda one: one.most).setting, goal, requests // _PART_OF_MORE, seed)
     show(total, total)
+    current = next((one for one in best if one.setting == now), current)
     return Choice(current, _apart(_fewest_changes(best, now, goal))[:_BEST], len(settings), first, needs)
 
 
