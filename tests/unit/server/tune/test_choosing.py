@@ -91,13 +91,12 @@ async def test_goal_that_is_too_much_is_told() -> None:
     assert choice.best[0].p99_ns > 20 * MS
 
 
-@pytest.mark.parametrize("goal", [Goal(rate=1_000, p99_ns=40 * MS), Goal(rate=1e6, p99_ns=40 * MS)])
-async def test_most_is_found_however_much_too_much_was_asked_for(goal: Goal) -> None:
+async def test_most_is_found_however_much_too_much_was_asked_for() -> None:
     # 100 requests a second keep the only instance busy.
-    best, *_ = (await chosen(goal, layout(0, 10))).best
-    assert 30 < best.most < 90
-    assert (await chosen(goal.at(best.most * 0.9), layout(0, 10))).best[0].is_met
-    assert not (await chosen(goal.at(best.most * 1.1), layout(0, 10))).best[0].is_met
+    found = [(await chosen(Goal(rate=rate, p99_ns=40 * MS), layout(0, 10))).best[0] for rate in (90, 1_000, 1e6)]
+    assert not any(one.is_met for one in found)
+    assert [one.most for one in found] == [pytest.approx(found[0].most, rel=0.1)] * 3
+    assert 30 < found[0].most < 90
 
 
 async def test_most_clients_are_found_one_by_one() -> None:
