@@ -103,7 +103,7 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
             with trials.server(setting) as server:
                 return trials.load(server, goal, asked.seconds)
 
-        choice = verified(choice, goal, attempt)
+        choice = verified(choice, goal, attempt, FEWEST / asked.seconds if goal.rate else 0.0)
     chosen, worth = choice.best[0].setting, dict[str, Tried]()
     if asked.explains:
         say("simulating without each of the changes", _NEARLY)

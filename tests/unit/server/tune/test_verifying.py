@@ -112,10 +112,14 @@ def test_wait_is_not_tried_without_twice() -> None:
 
     def attempt(setting: Setting, goal: Goal) -> Live:
         times.append(setting)
-        return live(9, 100)
+        policy = setting.policy
+        return live(9, 100 if policy.max_batch_rows == 1 else 110 if policy.max_queue_delay_ns else 120)
 
     verified(Choice(one, [waiting], 9), Goal(clients=4), attempt)
     assert len(times) == 2
+    times.clear()
+    verified(Choice(tried(1, 30), [waiting], 9), Goal(clients=4), attempt)
+    assert len(times) == 3
 
 
 def test_allowed_sizes_are_tried_on_gpus_and_stay_if_better() -> None:
@@ -177,6 +181,47 @@ def test_what_was_met_orders_settings_that_do_not_hold() -> None:
     choice = Choice(tried(1, 9), [tried(2, 9), tried(3, 9)], 9)
     found = verified(choice, Goal(clients=4, p99_ns=5 * MS), by_rows({1: 30, 2: 50, 3: 40}))
     assert rows_of(found) == [1, 3, 2]
+
+
+def test_more_throughput_is_nearer_to_what_is_wanted_than_a_short_wait() -> None:
+    choice = Choice(tried(1, 9, 5), [tried(2, 9, 500), tried(3, 9, 400)], 9)
+    slow = {1: live(21, 5), 2: live(30, 480), 3: live(25, 390)}
+    found = verified(choice, replace(GOAL, is_most=True), lambda setting, _: slow[setting.policy.max_batch_rows])
+    assert rows_of(found) == [2, 3, 1]
+
+
+@pytest.mark.parametrize("goal", [replace(GOAL, rate=1_000), replace(GOAL, is_most=True)])
+def test_less_of_the_most_is_tried_beyond_what_another_holds(goal: Goal) -> None:
+    asked = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        asked.append(goal.load)
+        return live(10 if goal.load <= {1: 120, 2: 400}[setting.policy.max_batch_rows] else 40, goal.load)
+
+    choice = Choice(tried(1, 30, 110), [tried(2, 30, 500)], 9)
+    found = verified(choice, goal, attempt)
+    assert asked[:4] == [500, 110, 425, 350]
+    assert rows_of(found)[0] == 2
+    assert found.best[0].load == goal.at(350)
+
+
+def test_shorter_waits_decide_at_a_rate_without_a_bound() -> None:
+    choice = Choice(tried(1, 12), [tried(2, 10), tried(3, 11)], 9)
+    rate = Goal(rate=100)
+    assert rows_of(verified(choice, rate, by_rows({1: 15, 2: 40, 3: 14}))) == [3, 1, 2]
+    assert rows_of(verified(choice, rate, by_rows({1: 15, 2: 40, 3: 14.5})))[0] == 1
+
+
+def test_no_lower_rate_is_tried_than_can_be() -> None:
+    asked = []
+
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        asked.append(goal.load)
+        return live(40, goal.load)
+
+    found = verified(Choice(tried(1, 30, 0.01), [tried(2, 30, 0.02)], 9), GOAL, attempt, 2.0)
+    assert asked == [2.0, 2.0]
+    assert not found.best[0].holds
 
 
 def test_no_more_is_tried_than_could_be_served() -> None:
