@@ -94,9 +94,10 @@ class ControlClient(InferenceClient):
         """The bytes of each output of the answer to `request`, by name; the most, if there are several answers."""
         if not is_stream:
             return _output_sizes(await self._call("ModelInfer", request, ..., ()))
-        sizes: Counter[str] = Counter()
+        sizes: dict[str, int] = {}
         async for response in self._answers(request, ..., ()):
-            sizes |= _output_sizes(response)
+            for name, size in _output_sizes(response).items():
+                sizes[name] = max(size, sizes.get(name, 0))
         return sizes
 
     @blocking
@@ -111,11 +112,11 @@ class ControlClient(InferenceClient):
         await self._call("SystemSharedMemoryUnregister", request, ..., ())
 
 
-def _output_sizes(response: pb.ModelInferResponse) -> Counter[str]:
+def _output_sizes(response: pb.ModelInferResponse) -> dict[str, int]:
     raw = response.raw_output_contents
     if len(raw) != len(response.outputs):
         raise ResponseError(f"model {response.model_name!r}: expected raw outputs, which shared memory is for")
-    return Counter({output.name: len(data) for output, data in zip(response.outputs, raw, strict=True)})
+    return {output.name: len(data) for output, data in zip(response.outputs, raw, strict=True)}
 
 
 def _statistics(response: pb.ModelStatisticsResponse) -> Statistics:

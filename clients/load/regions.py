@@ -26,7 +26,8 @@ def in_shared_memory(
     sizes = [client.output_sizes(request, is_stream) for request in requests]
     size = sum(sum(map(len, request.raw_input_contents)) for request in requests)
     size += sum(sum(output.values()) for output in sizes)
-    memory = SharedMemory(create=True, size=max(1, size))
+    # One byte more than all tensors: offsets have to be within it, also that of an empty tensor after all others.
+    memory = SharedMemory(create=True, size=size + 1)
     name = f"paceline-load-{memory.name}"
     try:
         client.register(name, f"/{memory.name}", memory.size)

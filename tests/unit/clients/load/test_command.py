@@ -181,16 +181,17 @@ def test_file_that_is_no_text_is_told_so(run: Run, tmp_path: Path) -> None:
 def test_room_for_outputs_is_measured_over_streams() -> None:
     class Sharing(Talking):
         def SystemSharedMemoryRegister(self, request: Any, context: grpc.ServicerContext) -> Any:
+            self.size_bytes = request.byte_size
             return pb.SystemSharedMemoryRegisterResponse()
 
         def SystemSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
             return pb.SystemSharedMemoryUnregisterResponse()
 
     def script(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> Iterator[pb.ModelStreamInferResponse]:
-        yield answer(request)
-        last = final(answer(request))
-        last.infer_response.raw_output_contents[:] = [b"four"] * len(request.raw_input_contents)
-        yield last
+        for size, message in ((8, answer(request)), (4, final(answer(request)))):
+            message.infer_response.outputs.add(name="empty", datatype="FP32", shape=[0])
+            message.infer_response.raw_output_contents[:] = [bytes(size)] * len(request.raw_input_contents) + [b""]
+            yield message
 
     with serving(Sharing()) as peer:
         assert isinstance(peer, Sharing)
@@ -200,7 +201,13 @@ def test_room_for_outputs_is_measured_over_streams() -> None:
         result = CliRunner().invoke(load, ["m", "--server", peer.target, *options])
     assert result.exit_code == 0, result.output
     _, *loaded = sent(peer)
-    assert [one.outputs[0].parameters["shared_memory_byte_size"].int64_param for one in loaded] == [8, 8, 8]
+    places = [
+        [one.parameters[f"shared_memory_{key}"].int64_param for key in ("offset", "byte_size")]
+        for request in loaded
+        for one in request.outputs
+    ]
+    assert places == [[8, 8], [16, 0]] * 3
+    assert peer.size_bytes > 16  # servers refuse an offset that isn't within the region
 
 
 def test_server_that_tells_nothing_is_soon_waited_for_no_more() -> None:
