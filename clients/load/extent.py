@@ -113,13 +113,13 @@ class Everything:
         return Period(0, len(slices)) if is_over else None
 
 
-def is_vain(slices: Sequence[Counts], slice_s: float) -> bool:
-    """Whether a second or more had nothing but errors of one status that no waiting mends. A few requests don't show
-    it: others have other contents."""
+def is_vain(slices: Sequence[Counts], slice_s: float, messages: int) -> bool:
+    """Whether a second or more had nothing but errors of one status that no waiting mends, of a load that goes round in
+    so many messages: fewer errors don't show it, as others have other contents."""
     if len(slices) * slice_s < 1 or any(one.latencies.count for one in slices):
         return False
     total = merged(slices)
-    return total.failed >= _FEW and any([*total.errors] == [status] for status in _FAULTS)
+    return total.failed >= max(_FEW, messages) and any([*total.errors] == [status] for status in _FAULTS)
 
 
 def agree(windows: Sequence[Counts], tolerance: float) -> bool:

@@ -57,9 +57,9 @@ def measure(
     processes: int = 1,
     show: Callable[[Sequence[Counts], float], None] = lambda slices, slice_s: None,
 ) -> Measured[T]:
-    """Make the load until `extent` has what it needs, or it is seen to be in vain. `look` is called in a thread, before
-    anything is sent, and, if it saw something, at the beginning and end of whatever may become the period; `show` gets
-    the slices until now. Raises LoadError."""
+    """Make the load until `extent` has what it needs, or an endless one is seen to be in vain. `look` is called in a
+    thread, before anything is sent, and, if it saw something, at the beginning and end of whatever may become the
+    period; `show` gets the slices until now. Raises LoadError."""
     slice_ns = round(extent.slice_s * 1e9)
     with ExitStack() as stack:
         pipes = [stack.enter_context(_started(Share(load, slice_ns, part, processes))) for part in range(processes)]
@@ -77,7 +77,7 @@ def measure(
             pipe.send(begin_ns)
         sums, next_mark = _Sums(processes), 0
         while (period := extent.period(sums.whole, is_over=sums.is_over)) is None:
-            if is_vain(sums.whole, extent.slice_s):
+            if load.is_endless and is_vain(sums.whole, extent.slice_s, len(load.messages)):
                 period = Period(0, len(sums.whole))
                 break
             left_ns = begin_ns + next_mark * slice_ns - time.monotonic_ns()

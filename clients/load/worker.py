@@ -62,6 +62,11 @@ class Load:
     tls: Tls | None = None
     token: str | None = field(default=None, repr=False)
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether it goes round until it is ended: without a count, and not as recorded."""
+        return self.count is None and (self.arrivals is None or self.arrivals.seconds is None)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from paceline.clients.load.command import load
 from paceline.protos import inference_pb2 as pb
 from tests.ports import free_port
-from tests.unit.clients.peer import Peer, refuse, serving
+from tests.unit.clients.peer import Peer, echo, refuse, serving
 from tests.unit.clients.sequence_peer import Talking, answer, final
 
 Run = Callable[..., Result]
@@ -101,6 +101,16 @@ def test_load_of_which_all_fails_ends_with_status_1(run: Run, peer: Peer) -> Non
     over_streams = run("--count", "2", "--stream")  # which the peer doesn't have
     assert over_streams.exit_code == 1
     assert "every request failed: the server has no ModelStreamInfer" in over_streams.stderr
+
+
+def test_recording_whose_begin_fails_is_sent_all(run: Run, peer: Peer, tmp_path: Path) -> None:
+    # A second of these errors ends a load that goes round.
+    refused = refuse(grpc.StatusCode.INVALID_ARGUMENT)
+    peer.answer = lambda request, context: (refused if len(sent(peer)) <= 11 else echo)(request, context)
+    lines = [json.dumps({"at_s": tenth / 10}) for tenth in (*range(11), 14)]
+    (tmp_path / "arrivals.jsonl").write_text("\n".join(lines))
+    result = run("--arrivals", str(tmp_path / "arrivals.jsonl"), "--assert", "requests==12", "--assert", "errors==11")
+    assert result.exit_code == 0, result.output
 
 
 def test_page_is_written_beside_the_output(run: Run, tmp_path: Path) -> None:

@@ -52,18 +52,20 @@ def test_everything_counts_once_it_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slices", "vain"),
+    ("slices", "messages", "vain"),
     [
-        ([counts(refused=5, status="NOT_FOUND")] * 2, True),
-        ([counts(refused=9, status="NOT_FOUND"), IDLE], False),
-        ([counts(refused=50, status="RESOURCE_EXHAUSTED")] * 2, False),
-        ([counts(refused=50, status="NOT_FOUND"), counts(refused=1, status="INTERNAL")], False),
-        ([counts([10.0]), counts(refused=50, status="NOT_FOUND")], False),
-        ([counts(refused=50, status="NOT_FOUND")], False),
+        ([counts(refused=5, status="NOT_FOUND")] * 2, 1, True),
+        ([counts(refused=9, status="NOT_FOUND"), IDLE], 1, False),
+        ([counts(refused=50, status="NOT_FOUND")] * 2, 100, True),
+        ([counts(refused=50, status="NOT_FOUND")] * 2, 101, False),
+        ([counts(refused=50, status="RESOURCE_EXHAUSTED")] * 2, 1, False),
+        ([counts(refused=50, status="NOT_FOUND"), counts(refused=1, status="INTERNAL")], 1, False),
+        ([counts([10.0]), counts(refused=50, status="NOT_FOUND")], 1, False),
+        ([counts(refused=50, status="NOT_FOUND")], 1, False),
     ],
 )
-def test_load_is_vain_if_all_have_one_fault(slices: list[Counts], vain: bool) -> None:
-    assert is_vain(slices, 0.5) == vain
+def test_load_is_vain_if_all_have_one_fault(slices: list[Counts], messages: int, vain: bool) -> None:
+    assert is_vain(slices, 0.5, messages) == vain
 
 
 @pytest.mark.parametrize(
