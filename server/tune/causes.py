@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from paceline.server.tune.choosing import Tried
+from paceline.server.tune.config_file import plain_time
 from paceline.server.tune.costs import costs_at
 from paceline.server.tune.live import MUCH_OTHERS, Live
 
@@ -16,7 +17,7 @@ __all__ = ["APART", "why"]
 
 APART: Final = 1.2
 """A prediction that is further off than so many times is explained."""
-_BUSY, _NEAR, _LATE, _FEW = 0.85, 0.85, 0.1, 1_000
+_BUSY, _NEAR, _FULL, _LATE, _FEW, _UNANSWERED = 0.85, 0.85, 0.9, 0.1, 1_000, 0.01
 _LONGER: Final = 1.1
 """What is part of a latency needn't be as far off as all of it is."""
 
@@ -49,7 +50,7 @@ def _figures(one: Tried, live: Live) -> dict[str, float]:
 
 def _is_worse(one: Tried, live: Live) -> bool:
     figures = _figures(one, live)
-    return figures["p99"] > 1 or figures["throughput"] < 1 / APART
+    return figures["p99"] > APART or figures["throughput"] < 1 / APART
 
 
 _UNKNOWN: Final = "nothing that was measured says why"
@@ -63,14 +64,14 @@ def _others(one: Tried, live: Live) -> str:
 
 def _sender(one: Tried, live: Live) -> str:
     if live.not_sent or live.lag_ns > _LATE * (live.latencies.percentile_ns(99) or 0.0):
-        return f"requests were sent late, the last 1 % of them by {live.lag_ns / 1e6:.3g} ms and more"
+        return f"requests were sent late, the last 1 % of them by {plain_time(live.lag_ns)} and more"
     busy = live.sender_ns * live.offered / 1e9
     return f"whoever sent the requests was busy for {busy:.0%} of the time" if busy > _BUSY else ""
 
 
 def _batches(one: Tried, live: Live) -> str:
     predicted, met = one.found.rows_per_batch, live.rows_per_batch
-    if not predicted or 1 / APART <= met / predicted <= APART:
+    if not predicted or not met or 1 / APART <= met / predicted <= APART:
         return ""
     return f"batches had {met:.3g} rows, {predicted:.3g} were predicted"
 
@@ -102,15 +103,25 @@ def _saturation(one: Tried, live: Live) -> str:
     load = one.load
     if load is None or not load.rate:
         return ""
-    share = max(one.found.busy, load.rate / one.setting.most_per_s(load.mean_rows))
+    share = load.rate / one.setting.most_per_s(load.mean_rows)
+    # Instances that are busy all the time can serve more so long as batches can grow.
+    if one.found.rows_per_batch >= _FULL * one.setting.policy.max_batch_rows:
+        share = max(share, one.found.busy)
     if share < _NEAR:
         return ""
     return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
 
 
+def _unanswered(one: Tried, live: Live) -> str:
+    share = live.refused / (live.refused + live.latencies.count)
+    if one.found.refused or share < _UNANSWERED:
+        return ""
+    return f"{share:.0%} of the requests weren't answered, though all are by prediction"
+
+
 def _wait(one: Tried, live: Live) -> str:
-    delay_ms = one.setting.policy.max_queue_delay_ns / 1e6
-    return f"what a wait of {delay_ms:.3g} ms for more requests does was only simulated" if delay_ms else ""
+    delay_ns = one.setting.policy.max_queue_delay_ns
+    return f"what a wait of {plain_time(delay_ns)} for more requests does was only simulated" if delay_ns else ""
 
 
 def _few(one: Tried, live: Live) -> str:
@@ -127,7 +138,8 @@ def _halves(one: Tried, live: Live) -> str:
 
 def _tail(one: Tried, live: Live) -> str:
     predicted, met = ((each.latencies.percentile_ns(50) or 0.0) for each in (one.found, live))
-    if not predicted or not 1 / APART <= met / predicted <= APART:
+    alike = (met / max(1.0, predicted), _figures(one, live)["throughput"])
+    if not all(1 / APART <= ratio <= APART for ratio in alike):
         return ""
     return f"the median is {met / predicted:.2f} times what was predicted, and what holds up a few isn't simulated"
 
@@ -153,7 +165,7 @@ def _requests(live: Live) -> float:
 
 # What disturbs comes first, then what is simulated wrongly, then what can't be known better.
 _CHECKS: Final[tuple[_Check, ...]] = (
-    _others, _sender, _batches, _executions, _loop, _saturation, _few, _halves, _wait, _idle, _tail
+    _others, _sender, _batches, _executions, _loop, _saturation, _unanswered, _few, _halves, _wait, _idle, _tail
 )  # fmt: skip
 _WORSENS: Final[frozenset[_Check]] = frozenset((_others, _sender, _idle, _tail))
 """By these, nothing is better than was predicted."""

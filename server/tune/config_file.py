@@ -17,7 +17,7 @@ from paceline.server.models.defaults import ALLOW_SPINNING, INTRA
 from paceline.server.models.offline import configured_for
 from paceline.server.tune.choosing import Setting
 
-__all__ = ["Change", "changes_of", "config_text", "plain"]
+__all__ = ["Change", "changes_of", "config_text", "plain", "plain_time"]
 
 _SIZES = "paceline.batch_sizes"
 _WIDTH = 100
@@ -26,6 +26,11 @@ _WIDTH = 100
 def plain(value: float, digits: int = 4) -> str:
     """So many digits, or all before the point: 0.125, 150.5, 16,140."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.{digits}g}"
+
+
+def plain_time(ns: float) -> str:
+    """Three digits, of milliseconds, or of seconds if it is one or more."""
+    return f"{plain(ns / 1e6, 3)} ms" if ns < 999.5e6 else f"{plain(ns / 1e9, 3)} s"
 
 
 class Change(NamedTuple):
@@ -42,13 +47,13 @@ def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Ch
     """What differs, of a model with its own `config`."""
     mine, policy = now.policy, chosen.policy
     layout, offline = chosen.layout, chosen.layout.offline
-    best_ms = layout.curve.mean_ns(max(size for size in layout.curve.sizes if size <= policy.max_batch_rows)) / 1e6
+    best_ns = layout.curve.mean_ns(max(size for size in layout.curve.sizes if size <= policy.max_batch_rows))
     found = [
         Change(
             "max_batch_size",
             str(mine.max_batch_rows),
             str(policy.max_batch_rows),
-            f"such a batch executes for {plain(best_ms, 3)} ms",
+            f"such a batch executes for {plain_time(best_ns)}",
         ),
         Change(
             "dynamic_batching.preferred_batch_size",

@@ -14,10 +14,10 @@ from typing import Final
 from paceline.clients.load.page import spectrum
 from paceline.clients.plots import Axis, Point, bars, document, dots, lines
 from paceline.server.tune.choosing import Setting, Tried
-from paceline.server.tune.config_file import Change, plain
+from paceline.server.tune.config_file import Change, plain, plain_time
 from paceline.server.tune.curve import Curve
 from paceline.server.tune.measuring import Layout
-from paceline.server.tune.report import PREDICTED, Tuned, ms
+from paceline.server.tune.report import PREDICTED, Tuned
 
 __all__ = ["page"]
 
@@ -126,7 +126,7 @@ def _worth(tuned: Tuned) -> str:
         rows.append(
             (
                 f"{name} as now" if name else "as chosen",
-                ms(one.p99_ns) if math.isfinite(one.p99_ns) else "-",
+                plain_time(one.p99_ns) if math.isfinite(one.p99_ns) else "-",
                 f"{factor:.2f} \u00d7" if name and math.isfinite(factor) else "",
                 f"{plain(one.most)}" if one.most else "-",
                 f"{plain(found.throughput)}",
@@ -146,10 +146,13 @@ def _measured(tuned: Tuned) -> str:
         if one.live is None or one.load is None:
             continue
         figures = [
-            [f"{plain(found.throughput)}", *(ms(found.latencies.percentile_ns(share) or 0) for share in (50, 99)),
-             f"{found.rows_per_batch:.3g}"]
+            [
+                f"{plain(found.throughput)}",
+                *(plain_time(found.latencies.percentile_ns(share) or 0) for share in (50, 99)),
+                f"{found.rows_per_batch:.3g}",
+            ]
             for found in (one.found, one.live)
-        ]  # fmt: skip
+        ]
         predicted = figures[0] if one.load.load == tuned.goal.load else ["-"] * len(figures[0])
         pairs = [cell for pair in zip(predicted, figures[1], strict=True) for cell in pair]
         rows.append((name, f"{plain(one.load.load)}", *pairs))

@@ -13,11 +13,12 @@ from typing import Final
 from paceline.clients.options import one_line
 from paceline.server.tune.causes import why
 from paceline.server.tune.choosing import Choice, Found, Goal, Tried
-from paceline.server.tune.config_file import Change, plain
+from paceline.server.tune.config_file import Change, plain, plain_time
 
-__all__ = ["PREDICTED", "Tuned", "ms"]
+__all__ = ["PREDICTED", "Tuned"]
 
-_SLOWER = 1.05
+_AS_GOOD = 1.05
+"""A difference up to this may be chance."""
 _PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
 _TRIED = "Figures are of this machine, which also sends the requests; live ones are of a server, with gRPC."
 
@@ -54,12 +55,14 @@ class Tuned:
             met = f" with p99 {_p99(best.live or best.found)}" if goal.p99_ns else ""
             return f"{self._asked()}: {plain((best.live or best.found).throughput)} requests/s{met}"
         tried = f" (p99 was {_p99(best.live)} when it was tried)" if best.live is not None else ""
-        times = best.most / goal.rate
-        now, said = self.choice.now, f"{self._asked()} is met{tried}"
-        if best.setting != now.setting and now.p99_ns < best.p99_ns / _SLOWER:
-            said += f"; p99 is longer than now, {ms(best.p99_ns)} after {ms(now.p99_ns)} by prediction"
-        if times < 1:  # more was served than was predicted
-            return said
+        now, said, longer = self.choice.now, f"{self._asked()} is met{tried}", ""
+        # Where both were tried, the figures of that stand beside each other.
+        was_tried = best.live is not None and now.live is not None
+        if best.setting != now.setting and now.p99_ns < best.p99_ns / _AS_GOOD and not was_tried:
+            as_now = f"{plain_time(best.p99_ns)} after {plain_time(now.p99_ns)}"
+            longer = f". By prediction, p99 is longer than now, {as_now}."
+        if best.most < _AS_GOOD * goal.rate:
+            return said + longer
 
         def more(load: float) -> str:
             if goal.recorded is not None:
@@ -67,16 +70,15 @@ class Tuned:
             return f"{plain(load)} requests/s ({load / goal.rate - 1:+.0%})"
 
         if best.room:
-            return f"{said}, and so is {more(best.room)}"
+            return f"{said}, and so is {more(best.room)}{longer}"
         if best.too_much:
-            return f"{said}; {more(best.too_much)} wasn't when tried, though {more(best.most)} should be by prediction"
-        return f"{said}, and would be up to {more(best.most)} by prediction, which wasn't tried"
+            should = f"though {more(best.most)} should be by prediction"
+            return f"{said}; {more(best.too_much)} wasn't when tried, {should}{longer}"
+        return f"{said}, and would be up to {more(best.most)} by prediction, which wasn't tried{longer}"
 
     def reason(self) -> str:
         """What decided against what is served now; nothing if that stays."""
-        best, goal = self.choice.best[0], self.goal
-        # Among the best, it has the largest load that it would serve, too.
-        now = next((one for one in self.choice.best if one.setting == self.choice.now.setting), self.choice.now)
+        best, goal, now = self.choice.best[0], self.goal, self.choice.now
         if best.setting == now.setting:
             return ""
         if now.failure:
@@ -92,7 +94,7 @@ class Tuned:
             if now.holds and by_throughput and mine.throughput > theirs.throughput:
                 answered = plain(mine.throughput), plain(theirs.throughput)
                 return "{} requests/s were answered when tried, {} as it is now".format(*answered)
-        if best.is_met and not now.is_met:
+        if best.is_met and not now.is_met and not now.holds:
             return "by prediction, what is served now wouldn't serve the load as asked for"
         if best.most > now.most and (goal.p99_ns or not best.is_met):
             as_now = f", up to {_load(goal.at(now.most))} as it is now" if now.most else ""
@@ -106,30 +108,27 @@ class Tuned:
 
     def _unmet(self) -> str:
         best = self.choice.best[0]
-        if best.failure:
-            return f"{self._asked()}: nothing that may be better than now could be tried: {one_line(best.failure)}"
-        if best.is_met and best.live is not None and best.load is not None:
-            expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried"
-            return f"{self._asked()} {expected}. {self._highest()}".rstrip()
-        found = f": at best, p99 is {ms(best.p99_ns)} at {plain(best.found.throughput)} requests/s"
-        if not best.found.throughput:  # so much too much that none was answered while it came
-            found = ""
-        return f"{self._asked()} can't be met here{found}. {self._highest()} {_what_helps(self.choice)}".rstrip()
+        if best.is_met and best.live is not None:
+            expected = f"should be met by prediction, with p99 {_p99(best.found)}, but wasn't when it was tried."
+            said = [f"{self._asked()} {expected}", self._highest()]
+        else:
+            found = f": with the best setting, p99 is {_p99(best.found)} at {plain(best.found.throughput)} requests/s"
+            if not best.found.throughput:  # so much too much that none was answered while it came
+                found = ""
+            said = [f"{self._asked()} can't be met here{found}.", self._highest(), _what_helps(self.choice)]
+        return " ".join(one for one in said if one)
 
     def _highest(self) -> str:
         """The largest load with which the goal is met; nothing if that isn't known."""
         best, goal = self.choice.best[0], self.goal
-        if best.load is None:
-            load, met = best.most, "would be met"
-        else:
-            load, met = best.load.load, f"was met when tried (p99 {_p99(best.live)})"
-            if load == goal.load:
-                return ""
-            if not best.holds:
-                return f"Nor was {_load(goal.at(load))} when tried (p99 {_p99(best.live)})."
-        if not load:
-            return "With less load it wouldn't, either."
-        return f"Up to {_load(goal.at(load))} {met}."
+        if best.load is not None and best.load.load != goal.load:
+            p99 = f"when tried (p99 {_p99(best.live)})."
+            return f"Up to {_load(best.load)} was met {p99}" if best.holds else f"Nor was {_load(best.load)} {p99}"
+        if best.is_met:
+            return ""
+        if best.most:
+            return f"By prediction, up to {_load(goal.at(best.most))} would be met."
+        return "With less load it wouldn't, either, by prediction."
 
     @property
     def named(self) -> dict[str, Tried]:
@@ -147,7 +146,7 @@ class Tuned:
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
         layout = choice.best[0].setting.layout
-        measured = ", ".join(f"{size} rows {ms(layout.curve.mean_ns(size))}" for size in layout.curve.sizes)
+        measured = ", ".join(f"{size} rows {plain_time(layout.curve.mean_ns(size))}" for size in layout.curve.sizes)
         changes = [f"  {one.field}: {one.before} -> {one.after}: {one.why}" for one in self.changes]
         return "\n".join(
             [
@@ -250,7 +249,7 @@ class Tuned:
         load = "as much as possible" if goal.is_most else _load(goal)
         if goal.recorded is not None:
             load = f"{len(goal.recorded.at_ns)} recorded arrivals, {plain(goal.rate)} a second,"
-        return f"{load} with p99 within {ms(goal.p99_ns)}" if goal.p99_ns else load
+        return f"{load} with p99 within {plain_time(goal.p99_ns)}" if goal.p99_ns else load
 
 
 _HEADING = (
@@ -269,12 +268,16 @@ def _row(one: Tried) -> tuple[str, ...]:
         str(policy.max_batch_rows),
         str(policy.max_queue_delay_ns // 1_000),
         f"{plain(found.throughput)}",
-        ms(found.latencies.percentile_ns(50) or 0),
+        plain_time(found.latencies.percentile_ns(50) or 0),
         _p99(found),
         f"{found.rows_per_batch:.3g}",
         f"{found.busy:.0%}",
         f"{plain(one.load.load)}" if one.load is not None else "-",
-        *((f"{plain(live.throughput)}", ms(live.latencies.percentile_ns(50) or 0), _p99(live)) if live else ("-",) * 3),
+        *(
+            (f"{plain(live.throughput)}", plain_time(live.latencies.percentile_ns(50) or 0), _p99(live))
+            if live
+            else ("-",) * 3
+        ),
     )
 
 
@@ -325,9 +328,4 @@ def _load(goal: Goal) -> str:
 
 def _p99(found: Found | None) -> str:
     p99_ns = found.latencies.percentile_ns(99) if found is not None else None
-    return "-" if p99_ns is None else ms(p99_ns)
-
-
-def ms(ns: float) -> str:
-    """In milliseconds, with three digits."""
-    return f"{plain(ns / 1e6, 3)} ms"
+    return "-" if p99_ns is None else plain_time(p99_ns)

@@ -75,8 +75,8 @@ def test_target_that_cannot_be_met_is_told(tmp_path: Path) -> None:
     flags = ("--rate", 100, "--p99", "1us", "--no-verify", "--allow-python-models")
     result = tune(tmp_path / "m", *flags)
     assert result.exit_code == 1, result.output
-    assert "100 requests/s with p99 within 0.001 ms can't be met here: at best, p99 is" in result.stdout
-    assert "With less load it wouldn't, either." in result.stdout
+    assert "100 requests/s with p99 within 0.001 ms can't be met here: with the best setting, p99 is" in result.stdout
+    assert "With less load it wouldn't, either, by prediction." in result.stdout
     assert "measuring the configured instances" in result.stderr
     assert "threads" not in result.stderr  # those are ONNX Runtime's
 

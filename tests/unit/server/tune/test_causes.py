@@ -43,6 +43,8 @@ def test_measurement_near_its_prediction_needs_no_cause() -> None:
         ({"loop_ns": 300_000}, "a request took the server's event loop 1.50 times as long as when"),
         ({"latencies": Histogram.of([15 * MS] * 90)}, "only 90 requests were answered, too few for a 99th percentile"),
         ({"halves_ns": [10.0, 14.0]}, "the p99 of the two halves of the measurement differ by 1.40 times, too"),
+        ({"refused": 100}, "5% of the requests weren't answered, though all are by prediction"),
+        ({"batches": {}}, "nothing that was measured says why"),
         ({"executed_ns": 2 * MS, "loop_ns": 100_000}, "nothing that was measured says why"),
         ({}, "nothing that was measured says why"),
     ],
@@ -55,8 +57,12 @@ def test_cause_follows_from_what_was_met(met: dict[str, Any], cause: str) -> Non
 def test_load_near_saturation_is_a_cause_by_itself() -> None:
     said = why(replace(TRIED, live=LIVE, load=Goal(rate=1_200)))
     assert said.endswith("the load is 0.90 of what can be served at most, and near that, waits differ most")
-    busy = replace(TRIED, live=LIVE, load=Goal(rate=400), found=replace(FOUND, busy=0.95))
+    busy = replace(TRIED, live=LIVE, found=replace(FOUND, busy=0.95))
     assert why(busy).endswith("the load is 0.95 of what can be served at most, and near that, waits differ most")
+    # Batches can still grow, so that more is served.
+    met = {"batches": {1: 400}}
+    grows = replace(TRIED, live=replace(LIVE, **met), found=replace(FOUND, busy=0.95, **met))
+    assert "can be served at most" not in why(grows)
 
 
 def test_what_disturbs_explains_nothing_that_is_better() -> None:
@@ -66,6 +72,10 @@ def test_what_disturbs_explains_nothing_that_is_better() -> None:
     assert sooner.endswith("executions took 0.67 times as long as when that was measured before")
     batches = why(replace(TRIED, live=replace(met, batches={2: 1_000})))
     assert batches.endswith("batches had 2 rows, 4 were predicted")
+    more = replace(met, throughput=520, latencies=Histogram.of([int(10.5 * MS)] * 2_000), executed_ns=4 * MS)
+    assert why(replace(TRIED, live=more)) == (
+        "throughput is 1.30 times what was predicted: nothing that was measured says why"
+    )
 
 
 def test_wait_that_was_only_simulated_is_the_last_cause() -> None:
@@ -90,6 +100,8 @@ def test_few_that_are_held_up_are_the_last_cause() -> None:
         "p99 is 1.50 times what was predicted: "
         "the median is 1.00 times what was predicted, and what holds up a few isn't simulated"
     )
+    fewer = why(replace(TRIED, live=replace(LIVE, latencies=few, throughput=280)))
+    assert fewer.endswith("nothing that was measured says why")
 
 
 def test_all_that_is_far_away_is_named() -> None:
