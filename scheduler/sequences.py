@@ -143,7 +143,8 @@ class Sequences(Generic[RequestT]):
             sequence.state = None
         if succeeds and payload is not None and payload.after is not None:
             sequence.state = payload.after
-            if sequence.state is LOST:
+            if payload.after is LOST:
+                sequence.state = None
                 lost = SequenceEnd.INSTANCE_LOST
         if lost is not None:
             self._lose(sequence, lost)
@@ -209,8 +210,13 @@ class Sequences(Generic[RequestT]):
     def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
         """Sequences whose states `are_lost` end; a step of theirs at the batcher will find out for itself."""
         for sequence in dict.fromkeys((*self._by_id.values(), *self._of.values())):
-            if sequence.state is not None and are_lost(sequence.state):
+            if sequence.state is None or not are_lost(sequence.state):
+                continue
+            sequence.state = None
+            if sequence.executing is None:
                 self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
+            elif not (sequence.executing.step and sequence.executing.step.start):
+                self._lose(sequence, SequenceEnd.INSTANCE_LOST)
 
     def remember(self, ids: Iterable[int | str]) -> None:
         """These sequences were live in a model that this one replaces."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.scheduler.policy import BatchPolicy, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
-from paceline.scheduler.sequence import AnySequence, Over
+from paceline.scheduler.sequence import LOST, AnySequence, Over
 from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from tests.unit.scheduler.workbench import _BLAMES, NeverWaits, one_turn
@@ -46,7 +46,7 @@ class Bench:
             replacer=self,
             arrivals=NeverWaits(),
             on_over=lambda runner, over: self.overs.append(over),
-            are_lost=lambda state: state in self.lost,
+            are_lost=self.are_lost,
             failed_note=lambda request, error: "; the state of its sequence is as it was before",
         )
         self.lost = set[object]()
@@ -58,6 +58,10 @@ class Bench:
         request.payload = Payload(request.payload, state, sequence.place)
         payload: Payload = request.payload
         return payload
+
+    def are_lost(self, state: object) -> bool:
+        assert state is not LOST, "no model knows what that is"
+        return state in self.lost
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         pass
