@@ -80,13 +80,16 @@ class Served:
 class ControlClient(InferenceClient):
     """A client with the calls that a load needs and that others don't."""
 
+    _tells = True
+
     @blocking
     async def statistics(self, model: str, version: str) -> Statistics | None:
-        """None if the server doesn't tell, or not within five seconds."""
+        """None if the server doesn't tell, or not within five seconds; it isn't asked again then."""
         request = pb.ModelStatisticsRequest(name=model, version=version)
         try:
-            return _statistics(await self._call("ModelStatistics", request, _STATISTICS_S, ()))
+            return _statistics(await self._call("ModelStatistics", request, _STATISTICS_S, ())) if self._tells else None
         except InferenceError:
+            self._tells = False
             return None
 
     @blocking

@@ -58,8 +58,8 @@ def measure(
     show: Callable[[Sequence[Counts], float], None] = lambda slices, slice_s: None,
 ) -> Measured[T]:
     """Make the load until `extent` has what it needs, or an endless one is seen to be in vain. `look` is called in a
-    thread, before anything is sent, and, if it saw something, at the beginning and end of whatever may become the
-    period; `show` gets the slices until now. Raises LoadError."""
+    thread, before anything is sent, and at the beginning and end of whatever may become the period; `show` gets the
+    slices until now. Raises LoadError."""
     slice_ns = round(extent.slice_s * 1e9)
     with ExitStack() as stack:
         pipes = [stack.enter_context(_started(Share(load, slice_ns, part, processes))) for part in range(processes)]
@@ -68,8 +68,7 @@ def measure(
         # A server under load may be slow to tell what it has counted, and processes that nobody listens to stand still.
         looking = stack.enter_context(ThreadPoolExecutor(1))
         looks = {0: looking.submit(look)}
-        if looks[0].result() is None:
-            look = looks[0].result  # who told nothing isn't waited for again
+        looks[0].result()
         for pipe in pipes:  # all of them, before any process is waited for
             stack.callback(pipe.close)
         begin_ns = time.monotonic_ns() + _BEGIN_AFTER_NS
