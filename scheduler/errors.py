@@ -63,7 +63,8 @@ class NoSequence(SequenceError):
 
 
 class NotStarted(SequenceError):
-    """There is no such sequence: it was never started, or has ended for the `reason`, if that is known."""
+    """There is no such sequence: it was never started, or has ended, or goes on with a later step that starts anew, for
+    the `reason`, if that is known."""
 
     def __init__(self, model: str, sequence: int | str, reason: str = "") -> None:
         text = (

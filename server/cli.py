@@ -61,6 +61,7 @@ from paceline.server.tuning import SWITCH_INTERVAL_S, excluded_from_gc, keep_fre
 
 _log = logging.getLogger("paceline.server")
 
+_BOOLEANS, _SLIP = ["true", "false"], 0.75
 _LEVELS = ["none", "low", "medium", "high"]
 
 _LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
@@ -93,7 +94,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with a suggestion for each command: click knows only those that are imported. And a boolean
-        flag without a value is true: what follows it is its value only if it can be one."""
+        flag without a value is true: what follows it is its value only if it can be one, or looks like a slip."""
         name = args[0]
         if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             near = get_close_matches(name, self.list_commands(ctx), n=1)
@@ -102,11 +103,14 @@ class _Commands(click.Group):
         found, command, words = super().resolve_command(ctx, args)
         options = [one for one in command.params if isinstance(one, click.Option)] if command else []
         booleans = {name for one in options if one.type is click.BOOL and not one.is_flag for name in one.opts}
-        ends = [
-            "=true" if word in booleans and click.BOOL.str_to_bool(after) is None else ""
-            for word, after in pairwise([*words, "--"])
-        ]
-        return found, command, [word + end for word, end in zip(words, ends, strict=True)]
+
+        def is_value(word: str) -> bool:
+            return click.BOOL.str_to_bool(word) is not None or bool(get_close_matches(word, _BOOLEANS, 1, _SLIP))
+
+        own = words[: words.index("--")] if "--" in words else words
+        pairs = pairwise([*own, "--"])
+        told = [f"{word}=true" if word in booleans and not is_value(after) else word for word, after in pairs]
+        return found, command, [*told, *words[len(own) :]]
 
     def invoke(self, ctx: click.Context) -> object:
         """As click does, but Ctrl-C isn't the failure that exit code 1 stands for."""

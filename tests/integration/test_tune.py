@@ -93,7 +93,8 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
         assert one["live"]["requests_per_s"] > 0
         assert one["live"]["rows_per_batch"] == 1
         (costs,) = one["costs"]
-        assert costs["requests_per_batch"] == pytest.approx(1, rel=0.1)
+        # So short a time has nearly as many answers at its ends, of executions before or after it, as within.
+        assert costs["requests_per_batch"] == pytest.approx(1, rel=0.5)
         assert costs["server_us"] > 0
         assert costs["sender_us"] > 0
     assert "trying the best settings on a server" in result.stderr

@@ -77,6 +77,7 @@ def test_help_all_shows_each_flag_by_section() -> None:
         (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
         (("m", "--allow-metrics=0", "--status-page=1"), "--status-page true needs the metrics port, which --allow-met"),
         (("m", "--allow-metrics=perhaps"), "Invalid value for '--allow-metrics'"),
+        (("m", "--allow-metrics", "flase"), "Invalid value for '--allow-metrics'"),
         (("m", "--grpc-port"), "Option '--grpc-port' requires an argument"),
         (("m", "--exit-timeout-secs", "-1"), "Invalid value for '--exit-timeout-secs'"),
         (("m", "--exit-timeout-secs", "nan"), "Invalid value for '--exit-timeout-secs'"),
