@@ -8,7 +8,7 @@ request, and nobody waits for its other steps any more; tensors pass from step t
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import cast
@@ -221,7 +221,8 @@ class PipelineRun:
         source: PartialAnswer | None,
     ) -> None:
         begun = Scope(self._plan, step.number, {}, scope, source)
-        scope.children.append(begun)
+        scope.children[begun] = None
+        scope.turns.setdefault(step.number, OrderedDict())[begun] = None
         if isinstance(answer, StepFailed):
             begun.size_bytes = len(str(answer))
             begun.fail(answer)
@@ -271,16 +272,18 @@ class PipelineRun:
         them, leave in that step's order."""
         # Where a further decoupled step follows, only errors wait for what is made of the answers before them. If all
         # did, answers that are held could keep its model from executing what they wait for.
+        # Whose turn has passed is looked at no more: they may be thousands, whose answers are on their way.
         at: Scope | None = scope
-        while at is not None and self._done is not None:
-            for one in [*at.parent.children] if at.parent is not None else [at]:
-                if one.level != at.level:
-                    continue
+        while at is not None:
+            turns = at.parent.turns[at.level] if at.parent is not None else OrderedDict({at: None})
+            while turns and self._done is not None:
+                one = next(iter(turns))
+                if one.answer is None and not one.has_all_answers:
+                    break
+                del turns[one]
                 answer, one.answer = one.answer, None
                 if answer is None:
-                    if one.has_all_answers:
-                        continue
-                    break
+                    continue
                 assert self.opened is not None
                 one.is_answered = True
                 last = self._is_last and self._last_error is None and not isinstance(answer, StepFailed)
@@ -324,7 +327,8 @@ class PipelineRun:
         while scope.is_over and scope.parent is not None and self._done is not None:
             if scope.source is not None:
                 scope.source.sent(scope.size_bytes)
-            scope.parent.children.remove(scope)
+            del scope.parent.children[scope]
+            scope.parent.turns[scope.level].pop(scope, None)
             scope = scope.parent
 
     def _end(self, result: Tensors | NoAnswer) -> None:

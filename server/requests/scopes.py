@@ -5,6 +5,7 @@ Lives here: which tensors there are, and what is still to come. Must not: start 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Set
 
 from paceline.backends.spec import Tensors
@@ -17,11 +18,15 @@ from paceline.server.requests.open_flight import PartialAnswer
 class Scope:
     """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
     `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
-    have. `answer`: what waits for its turn; `is_answered`: none is to come any more; `is_held`: one hasn't left."""
+    have. `answer`: what waits for its turn; `is_answered`: none is to come any more; `is_held`: one hasn't left.
+
+    `children` are there until nothing more can come of them and their answers have left. `turns` are those of each
+    level whose turn hasn't passed, in order; the others have all their answers, as no level with answers has a further
+    decoupled step."""
 
     __slots__ = (
         "answer", "children", "executing", "is_answered", "is_held", "level", "parent", "pending", "size_bytes",
-        "source", "values",
+        "source", "turns", "values",
     )  # fmt: skip
 
     def __init__(
@@ -37,7 +42,8 @@ class Scope:
         self.pending = [*plan.steps.get(level, ())]
         self.parent = parent
         self.source = source
-        self.children: list[Scope] = []
+        self.children: dict[Scope, None] = {}
+        self.turns: dict[int, OrderedDict[Scope, None]] = {}
         self.executing = self.size_bytes = 0
         self.answer: Tensors | StepFailed | None = None
         self.is_answered = level not in plan.endings
@@ -62,7 +68,9 @@ class Scope:
         self.answer, self.is_answered = None, True
         for child in self.children:
             child.drop()
-        self.children = [child for child in self.children if not child.is_over]
+        self.children = {child: None for child in self.children if not child.is_over}
+        for turns in self.turns.values():
+            turns.clear()
 
     def fail(self, error: StepFailed) -> None:
         """`error` takes the place of what else would come of it."""
@@ -73,7 +81,7 @@ class Scope:
     def has_all_answers(self) -> bool:
         if not self.is_answered or self.pending or self.executing:
             return False
-        return all(child.has_all_answers for child in self.children)
+        return all(child.has_all_answers for turns in self.turns.values() for child in turns)
 
     @property
     def is_over(self) -> bool:
