@@ -194,6 +194,7 @@ async def test_only_so_many_requests_execute_at_a_time(tmp_path: Path) -> None:
         models["second"].gate.close()
         calls = [asyncio.ensure_future(started.infer(infer("e", {"in": rows_of_floats(1)}))) for _ in range(5)]
         await eventually_async(lambda: started.waiting("e") == 3, "three that wait in front of the ensemble")
+        await eventually_async(lambda: sum(map(len, models["first"].batches)) >= 2, "two that execute")
         assert sum(map(len, models["first"].batches)) == 2
         models["second"].gate.open()
         await asyncio.gather(*calls)
