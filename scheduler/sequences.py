@@ -208,10 +208,9 @@ class Sequences(Generic[RequestT]):
             self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
 
     def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
-        """Sequences whose states `are_lost` end; a step of theirs at the batcher will find out for itself."""
-        for sequence in dict.fromkeys((*self._by_id.values(), *self._of.values())):
-            if sequence.state is None or not are_lost(sequence.state):
-                continue
+        """Sequences with states that `are_lost` end, or start anew; another step at the batcher finds out for itself."""
+        live = dict.fromkeys((*self._by_id.values(), *self._of.values()))
+        for sequence in [one for one in live if one.state is not None and are_lost(one.state)]:
             sequence.state = None
             if sequence.executing is None:
                 self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
