@@ -208,7 +208,7 @@ class Sequences(Generic[RequestT]):
             self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
 
     def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
-        """Sequences with states that `are_lost` end, or start anew; another step at the batcher finds out for itself."""
+        """Sequences with states that `are_lost` end or start anew; another step at the batcher finds out for itself."""
         live = dict.fromkeys((*self._by_id.values(), *self._of.values()))
         for sequence in [one for one in live if one.state is not None and are_lost(one.state)]:
             sequence.state = None
