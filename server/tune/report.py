@@ -94,6 +94,9 @@ class Tuned:
             if now.holds and by_throughput and mine.throughput > theirs.throughput:
                 answered = plain(mine.throughput), plain(theirs.throughput)
                 return "{} requests/s were answered when tried, {} as it is now".format(*answered)
+            mine_ns, theirs_ns = (live.latencies.percentile_ns(99) or 0 for live in (mine, theirs))
+            if now.holds and not by_throughput and not goal.p99_ns and mine_ns < theirs_ns:
+                return tried
         if best.is_met and not now.is_met and not now.holds:
             return "by prediction, what is served now wouldn't serve the load as asked for"
         if best.most > now.most and (goal.p99_ns or not best.is_met):

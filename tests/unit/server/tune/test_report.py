@@ -40,6 +40,7 @@ def tried(rows: int, goal: Goal, p99_ms: float, per_s: float, most: float, live_
         (RATE, (30, 100, 0, 30, 100), (10, 100, 300, 0, 0), "by prediction, what is served now wouldn't serve"),
         (RATE, (9, 100, 300, 12, 100), (9, 100, 300, 10, 100), "p99 was 10 ms when tried, 12 ms as it is now"),
         (Goal(rate=100), (9, 100, 400, 8, 100), (8, 100, 300, 9, 100), "by prediction, p99 is 8 ms, 9 ms as it is now"),
+        (Goal(rate=100), (9, 100, 400, 15, 100), (8, 100, 300, 9, 100), "p99 was 9 ms when tried, 15 ms as it is now"),
         (CLIENTS, (9, 500, 0, 9, 300), (9, 400, 0, 9, 350), "350 requests/s were answered when tried, 300 as it"),
         (CLIENTS, (9, 400, 0, 0, 0), (9, 500, 0, 0, 0), "by prediction, 500 requests/s are answered, 400 as it is now"),
     ],
