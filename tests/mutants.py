@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 __all__ = ["MUTANTS", "Mutant"]
 
 REPO = Path(__file__).resolve().parents[1]
-_LIMIT_S = 600
+_LIMIT_S = 1800
 
 _SCHEDULER = ("tests/unit/scheduler", "tests/property", "tests/integration/test_batching.py")
 _CODEC = ("tests/unit/server/codec", "tests/unit/protos", "tests/property", "tests/integration/test_bad_requests.py")
@@ -333,8 +334,8 @@ MUTANTS = (
 )
 
 
-def _caught(mutant: Mutant, workers: str) -> bool:
-    """Whether the tests of its part fail with it. Raises ValueError if the product has changed there."""
+def _catching(mutant: Mutant, workers: str) -> str:
+    """The first test of its part that fails with it, or "". Raises ValueError if the product has changed there."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPO, capture_output=True, check=True)
         subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
@@ -342,17 +343,17 @@ def _caught(mutant: Mutant, workers: str) -> bool:
         if (text := file.read_text()).count(mutant.old) != 1:
             raise ValueError(f"{mutant.file}: expected these lines once, got them {text.count(mutant.old)} times")
         file.write_text(text.replace(mutant.old, mutant.new))
-        tests = [name for name in mutant.tests if (Path(folder) / name).exists()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "loadfile", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "loadfile", *mutant.tests]
         environment = {**os.environ, "PYTHONPATH": folder}
         try:
             ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            return True  # something waits for ever
+            return ""  # a test that waits for ever fails by its own timeout, long before
         output = ended.stdout.decode()
-        if ended.returncode and " failed" not in output:
+        failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+        if ended.returncode and failed is None:
             raise ValueError(f"pytest ended with {ended.returncode}: {output[-2000:]}")
-        return ended.returncode != 0
+        return "" if failed is None else failed[1]
 
 
 def main() -> None:
@@ -363,9 +364,10 @@ def main() -> None:
     chosen = [one for one in MUTANTS if not options.words or any(w in one.breaks + one.file for w in options.words)]
     survived = 0
     for mutant in chosen:
-        caught = _caught(mutant, options.workers)
-        survived += not caught
-        print(f"{'caught' if caught else 'SURVIVED'}: {mutant.breaks} ({mutant.file})", flush=True)
+        test = _catching(mutant, options.workers)
+        survived += not test
+        # Which test it was shows whether it failed because of the fault.
+        print(f"{f'caught by {test}' if test else 'SURVIVED'}: {mutant.breaks} ({mutant.file})", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} faults were caught")
     sys.exit(bool(survived))
 
