@@ -37,24 +37,24 @@ _MOST_AT_ONCE = 256
 """Answers made in one iteration of the event loop."""
 
 _NO_OUTPUTS: Tensors = ()
-"""The result of a request whose last answer was given before it ended."""
+"""The result of a request whose last answer was made, or even given, before it ended."""
 
 Conclude = Callable[[list[InFlight]], None]
 
 
 class Decoupled:
-    """`conclude` answers and counts requests that have ended, `conclude_silently` those that have ended without
-    outputs. `make` makes answers that aren't the last, and returns for each why it can't."""
+    """`conclude` answers and counts requests that have ended, `conclude_made` those whose answers are made, or that
+    have ended without outputs. `make` makes answers, and returns for each why it can't."""
 
     def __init__(
         self,
         conclude: Conclude,
-        conclude_silently: Conclude,
-        make: Callable[[Sequence[PartialAnswer]], Sequence[Exception | None]],
+        conclude_made: Conclude,
+        make: Callable[[Sequence[InFlight | PartialAnswer]], Sequence[Exception | None]],
         pipelines: Pipelines,
     ) -> None:
         self._conclude = conclude
-        self._conclude_silently = conclude_silently
+        self._conclude_made = conclude_made
         self._make = make
         self._pipelines = pipelines
         # What instances have said, and whether the loop will look at it; appended to on any thread.
@@ -198,19 +198,25 @@ class Decoupled:
         else:
             assert flight.options is not None
             flight.options = of_those_there(flight.options, answer)
-            opened.count_answer(None)
             if type(answer) is Told:
                 opened.count_finish(answer)
-            flight.succeed(answer)
+            error = None
+            if opened.streams:
+                # Made now, as the others are: whether it can be is counted.
+                flight.value = answer
+                _say_parameters(flight)
+                (error,) = self._made((flight,))
+                answer = _NO_OUTPUTS
+            opened.count_answer(error)
+            if error is None:
+                flight.succeed(answer)
+            else:
+                flight.fail(error)
 
     # hot path
     def _hand_on(self, answers: Sequence[PartialAnswer]) -> None:
         """Make answers of one model that aren't the last ones, and hand them to their callers' streams."""
-        try:
-            errors = self._make(answers)
-        except Exception as failure:  # noqa: BLE001 - the callers must get an answer
-            errors = [failure] * len(answers)
-        for answer, error in zip(answers, errors, strict=True):
+        for answer, error in zip(answers, self._made(answers), strict=True):
             flight = answer.flight
             if flight.ended:
                 continue  # by an answer before this one that couldn't be made
@@ -226,6 +232,12 @@ class Decoupled:
                 flight.fail(error)  # it can't be sent, and what follows it makes no sense without it
                 notify([flight])
 
+    def _made(self, answers: Sequence[InFlight | PartialAnswer]) -> Sequence[Exception | None]:
+        try:
+            return self._make(answers)
+        except Exception as failure:  # noqa: BLE001 - the callers must get an answer
+            return [failure] * len(answers)
+
     def _on_late(self, flight: InFlight) -> None:
         # While it waits, the batcher looks after its deadline.
         if not (flight.ended or flight.waits):
@@ -234,7 +246,7 @@ class Decoupled:
 
     def _on_ended(self, flights: list[InFlight]) -> None:
         """Requests have ended, here or in the batcher, or their model wants them once more."""
-        silent: list[InFlight] = []
+        made: list[InFlight] = []
         others: list[InFlight] = []
         for flight in flights:
             if not flight.ended:
@@ -245,18 +257,24 @@ class Decoupled:
                 flight.model.batcher.end_sequence(flight.step.id)
             if isinstance(opened, OpenFlight):
                 flight.payload = opened.own_inputs
-            if flight.answered and type(flight.value) is Told and flight.options is not None:
-                flight.options = replace(flight.options, plain=False)
+            if flight.answered:
+                _say_parameters(flight)
             opened.let_go()
             flight.model.open_requests.discard(flight)
             if isinstance(opened, OpenFlight) and opened.on_ended not in (None, self._conclude):
                 opened.on_ended([flight])
                 continue
-            (silent if flight.answered and flight.value is _NO_OUTPUTS else others).append(flight)
+            (made if flight.answered and flight.value is _NO_OUTPUTS else others).append(flight)
         if others:
             self._conclude(others)
-        if silent:
-            self._conclude_silently(silent)
+        if made:
+            self._conclude_made(made)
         for flight in flights:
             if flight.gone:
                 flight.let_go()
+
+
+def _say_parameters(flight: InFlight) -> None:
+    """Have its answer say what its model says of it."""
+    if type(flight.value) is Told and flight.options is not None:
+        flight.options = replace(flight.options, plain=False)

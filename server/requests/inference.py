@@ -326,7 +326,8 @@ def _is_cheap(flight: InFlight) -> bool:
 
 def _end_answers(flights: Sequence[InFlight]) -> list[Exception | None]:
     for flight in flights:
-        flight.answer = flight.end_of_answers()
+        if flight.answer is None:
+            flight.answer = flight.end_of_answers()
     return [None] * len(flights)
 
 

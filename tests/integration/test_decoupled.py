@@ -158,6 +158,26 @@ async def test_errors_are_answers_and_end_only_if_told_to(tmp_path: Path) -> Non
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("last", [False, True])
+async def test_answer_that_cannot_be_made_counts_as_failed(tmp_path: Path, last: bool) -> None:
+    settings = Settings(paths=(tmp_path,), allow_python_models=True, allow_client_shm=True)
+    with shared_object(4096) as memory:
+        async with served(tmp_path, settings=settings) as started:
+            await register(started, "r", memory.key, 4096)
+            request = asking(f"send(1)\nrequest.send({{'y': [[2, 3]]}}, {last})\nmodel.kept.append(request)")
+            del request.outputs[:]
+            request_shared_output(request, "y", "r", 8)
+            stream = Stream(started)
+            await stream.send(request)
+            assert not (await stream.message()).error_message
+            assert "at least 16 bytes" in (await stream.message()).error_message
+            statistics = await settled(started)
+            assert counts(statistics) == (0, 1)
+            stats = statistics.response_stats
+            made = {key: (one.success.count, one.fail.count) for key, one in stats.items()}
+            assert made == {"0": (1, 0), "1": (0, 1)}
+
+
 async def test_first_error_ends_a_stream_that_wants_it(tmp_path: Path) -> None:
     async with served(tmp_path) as started:
         stream = Stream(started, metadata=[("triton_grpc_error", "true")])
