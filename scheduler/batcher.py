@@ -200,13 +200,19 @@ class Batcher(Generic[P, R]):
         if not self._stopped:
             self._recovery.instance_ended(runner, error)
 
-    def suspend(self) -> None:
-        """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already."""
+    def suspend(self, is_taken: Callable[[Request[P, R]], bool] = lambda request: False) -> None:
+        """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already, but
+        for those in the queue that are to go elsewhere (`is_taken`)."""
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        for requests in (self._queue.take_all(), self._recovery.take_all()):
-            self._answers.give_up(requests, Drop.NO_INSTANCE, NoInstance)
+        refused: list[Request[P, R]] = []
+        for request in self._queue.take_all():
+            if is_taken(request):
+                self._answers.elsewhere(request)
+            else:
+                refused.append(request)
+        self._answers.give_up((*refused, *self._recovery.take_all()), Drop.NO_INSTANCE, NoInstance)
         self._turns.take()
 
     def flush(self) -> None:

@@ -39,6 +39,9 @@ class Place(NamedTuple):
 ANYWHERE = Place(-1, 0)
 """Any instance may execute the sequence's steps."""
 
+NOWHERE = Place(-1, -1)
+"""Its instance was lost while a step of it was at the batcher. What waits may begin anew when that has left."""
+
 
 class Over(NamedTuple):
     """A sequence that an instance held is over."""

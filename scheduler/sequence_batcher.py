@@ -320,20 +320,32 @@ class SequenceBatcher(Generic[P, R]):
         self._go_on(now_ns)
 
     def _lose_instance(self, number: int) -> None:
-        """The instance is lost, with what it held of its sequences. Its successor knows nothing of them, so what waits
-        for it is given up. Where it held none, states may be lost all the same."""
+        """The instance is lost, with what it held of its sequences. Where it held none, states may be lost all the
+        same."""
         now_ns = self._clock.now_ns()
         if self._holds:
             self.sequences.lose_instance(number, now_ns)
             self._groups[number].clear()
             # What is known of the execution that has ended is put back, to be executed again, after this.
-            self._loop.call_soon(self._batchers[number].suspend)
+            self._loop.call_soon(self._give_up, number)
         self.sequences.lose_states(self._are_lost, now_ns)
         if self._holds:
             self._go_on(now_ns)
         else:
             # A batcher that other sequences use, too, is in the middle of something.
             self._loop.call_soon(lambda: self._go_on(self._clock.now_ns()))
+
+    def _give_up(self, number: int) -> None:
+        """The successor of a lost instance knows nothing of its sequences. Of what waits for it, steps that start anew
+        may go to any other; the rest is given up."""
+        now_ns = self._clock.now_ns()
+
+        def is_taken(request: Request[P, R]) -> bool:
+            request.batcher = self
+            return self.sequences.take_back(request, now_ns)
+
+        self._batchers[number].suspend(is_taken)
+        self._go_on(now_ns)
 
 
 def _like(sequence: AnySequence) -> tuple[int, Hashable, int, int, int]:

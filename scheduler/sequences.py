@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from typing import Generic
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
 from paceline.scheduler.policy import NEVER, SequencePolicy
 from paceline.scheduler.request import RequestT
-from paceline.scheduler.sequence import ANYWHERE, LOST, Over, Place, Sequence, SequenceEnd
+from paceline.scheduler.sequence import ANYWHERE, LOST, NOWHERE, Over, Place, Sequence, SequenceEnd
 from paceline.scheduler.waiting import Timers, Waiting, earliest
 
 _MOST_AT_ONCE = 500
@@ -64,9 +64,8 @@ class Sequences(Generic[RequestT]):
         self._idle_due_ns: int | None = None
         self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
         self._timers: Timers[RequestT] = Timers()
-        self._waited = 0
+        self._orders = count(1)
         # Of instances that hold sequences: the free places, and who has the others.
-        self._instances: set[int] = set()
         self._free: list[Place] = []
         self._held: dict[Place, Sequence[RequestT]] = {}
 
@@ -122,7 +121,8 @@ class Sequences(Generic[RequestT]):
             return full
         self._of[request] = sequence
         if sequence.place is not None and sequence.executing is None:
-            self._send(sequence, request)
+            sequence.executing = request
+            self.ready.append(sequence)
         else:
             self._wait(sequence, request)
         if step.end:
@@ -143,14 +143,26 @@ class Sequences(Generic[RequestT]):
             sequence.state = None
         if succeeds and payload is not None and payload.after is not None:
             sequence.state = payload.after
-            if payload.after is LOST:
-                sequence.state = None
-                lost = SequenceEnd.INSTANCE_LOST
+        if sequence.state is LOST or sequence.place is NOWHERE:
+            sequence.state, lost = None, SequenceEnd.INSTANCE_LOST
         if lost is not None:
             self._lose(sequence, lost)
         elif (step := request.step) and step.end and request.ended and not (request.answered or request.cancelled()):
             self._note_gone(sequence.id, SequenceEnd.END)
         self._go_on(sequence, now_ns)
+
+    def take_back(self, request: RequestT, now_ns: int) -> bool:
+        """The batcher of an instance that is lost had a step that hasn't begun. Whether that waits here again, as it is
+        to start anew."""
+        if not (request.step and request.step.start):
+            return False
+        sequence = self._of[request]
+        sequence.executing = sequence.payload = None
+        self._wait(sequence, request)
+        assert sequence.steps is not None
+        sequence.steps.rotate(1)
+        self._go_on(sequence, now_ns)
+        return True
 
     def refuse(self, request: RequestT, now_ns: int) -> None:
         """The batcher has refused a step that had just arrived. Its sequence is as before, but steps that follow are
@@ -182,9 +194,7 @@ class Sequences(Generic[RequestT]):
         then `wake_ns` says that there are more."""
         due_ns, self._idle_due_ns = now_ns - self._policy.idle_ns, None
         for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, islice(self._idle, _MOST_AT_ONCE))]:
-            del self._idle[sequence]
-            self._cut(sequence, SequenceEnd.IDLE)
-            self._leave(sequence, now_ns)
+            self._end(sequence, SequenceEnd.IDLE, now_ns)
         expired: list[RequestT] = []
         while (rank := self._timers.first_rank()) is not None and rank <= now_ns:
             request = self._timers.pop().request
@@ -195,17 +205,18 @@ class Sequences(Generic[RequestT]):
 
     def add_instance(self, instance: int, now_ns: int) -> None:
         """There is another instance that holds sequences."""
-        self._instances.add(instance)
         for row in range(self._policy.places):
             heappush(self._free, Place(row, instance))
         self._fill_places(now_ns)
 
     def lose_instance(self, instance: int, now_ns: int) -> None:
-        """An instance is lost, and with it what it held of its sequences: they end."""
-        self._instances.discard(instance)
+        """An instance is lost, and with it what it held of its sequences: they end or start anew."""
         self._free = sorted(place for place in self._free if place.instance != instance)
-        for sequence in [one for place, one in self._held.items() if place.instance == instance]:
-            self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
+        for place in [one for one in self._held if one.instance == instance]:
+            sequence = self._held.pop(place)
+            sequence.place = NOWHERE
+            if sequence.executing is None:
+                self._end(sequence, SequenceEnd.INSTANCE_LOST, now_ns)
 
     def lose_states(self, are_lost: Callable[[object], bool], now_ns: int) -> None:
         """Sequences with states that `are_lost` end or start anew; another step at the batcher finds out for itself."""
@@ -225,28 +236,23 @@ class Sequences(Generic[RequestT]):
     def retire(self, now_ns: int) -> None:
         """No more steps will arrive. Those that have are executed, and their sequences end then."""
         for sequence in list(self._by_id.values()):
-            self._end(sequence, SequenceEnd.REPLACED, now_ns, len(sequence.steps or ()))
+            self._end(sequence, SequenceEnd.REPLACED, now_ns)
 
     def end(self, id_: int | str, now_ns: int) -> None:
         """A sequence takes no more steps, and ends when those that have arrived are executed, if it hasn't."""
         if (sequence := self._by_id.get(id_)) is not None:
-            self._end(sequence, SequenceEnd.END, now_ns, len(sequence.steps or ()))
+            self._end(sequence, SequenceEnd.END, now_ns)
 
     def take_waiting(self, why: SequenceEnd) -> list[RequestT]:
         """Remove and return all requests that wait here. Their sequences end when their steps at the batcher have."""
-        taken: list[RequestT] = []
-        for sequence in dict.fromkeys(self._of.values()):
-            if sequence.steps:
-                taken += sequence.steps
-                for request in sequence.steps:
-                    self._stop_waiting(request)
-                    del self._of[request]
-                sequence.steps.clear()
-                self._cut(sequence, why)
-                if self._placeless.pop(sequence, self) is None:
-                    self.ended[why] += 1
-                elif sequence.place is None:
-                    self._following -= 1
+        dropped, self.dropped = self.dropped, []
+        for sequence in [one for one in dict.fromkeys(self._of.values()) if one.steps]:
+            self._cut(sequence, why)
+            if self._placeless.pop(sequence, self) is None:
+                self.ended[why] += 1
+            elif sequence.place is None:
+                self._following -= 1
+        taken, self.dropped = [request for request, _ in self.dropped], dropped
         return taken
 
     def _full(self, request: RequestT) -> QueueFull | None:
@@ -256,8 +262,7 @@ class Sequences(Generic[RequestT]):
 
     def _wait(self, sequence: Sequence[RequestT], request: RequestT) -> None:
         self.backlog.add(request)
-        self._waited += 1
-        request.order = self._waited
+        request.order = next(self._orders)
         timeout_ns = request.arrived_ns + request.timeout_ns if request.timeout_ns else NEVER
         request.act_at_ns = min(request.deadline_ns, timeout_ns)
         self._timers.start(request)
@@ -270,17 +275,14 @@ class Sequences(Generic[RequestT]):
         self._timers.stop((request,))
 
     # hot path
-    def _send(self, sequence: Sequence[RequestT], request: RequestT) -> None:
-        sequence.executing = request
-        self.ready.append(sequence)
-
-    # hot path
     def _go_on(self, sequence: Sequence[RequestT], now_ns: int) -> None:
         """Nothing of a sequence with a place is at the batcher: its next step goes there, or it is idle, or over."""
-        if sequence.steps:
-            request = sequence.steps.popleft()
+        if sequence.steps and sequence.place is NOWHERE:
+            self._leave(sequence, now_ns, counted=False)  # its next step needs nothing of what was lost
+        elif sequence.steps:
+            sequence.executing = request = sequence.steps.popleft()
             self._stop_waiting(request)
-            self._send(sequence, request)
+            self.ready.append(sequence)
         elif sequence.ends is not None:
             self._leave(sequence, now_ns)
         else:
@@ -295,33 +297,31 @@ class Sequences(Generic[RequestT]):
         self._stop_waiting(request)
         del steps[place], self._of[request]
         self._lose(sequence, why, place)
-        if steps or sequence.place is not None:
-            return
-        if self._placeless.pop(sequence, self) is None:
-            self._leave(sequence, now_ns)
-        else:
-            self._following -= 1
+        if not steps and sequence.place is None:
+            if self._placeless.pop(sequence, self) is None:
+                self._leave(sequence, now_ns)
+            else:
+                self._following -= 1
 
-    def _end(self, sequence: Sequence[RequestT], why: SequenceEnd, now_ns: int, keep: int = 0) -> None:
-        """As `_cut`; it is over now if nothing of it waits or is at the batcher."""
-        self._cut(sequence, why, keep)
+    def _end(self, sequence: Sequence[RequestT], why: SequenceEnd, now_ns: int) -> None:
+        """A sequence ends after the steps that have arrived: now, if there are none."""
+        self._cut(sequence, why, len(sequence.steps or ()))
         if self._idle.pop(sequence, self) is None:
             self._leave(sequence, now_ns)
 
     def _lose(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """A step was lost in front of all but the first `keep` of those that wait: these are dropped, up to one that
         starts anew, as that needs nothing of it. Without such a one, the sequence ends."""
-        behind = islice(sequence.steps or (), keep, None)
-        lost = [*takewhile(lambda request: not (request.step and request.step.start), behind)]
-        if keep + len(lost) == len(sequence.steps or ()):
+        steps = sequence.steps or deque[RequestT]()
+        behind = takewhile(lambda request: not (request.step and request.step.start), islice(steps, keep, None))
+        lost = sum(1 for _ in behind)
+        if keep + lost == len(steps):
             self._cut(sequence, why, keep)
             return
-        assert sequence.steps is not None
-        sequence.steps.rotate(-keep)
-        for request in lost:
-            sequence.steps.popleft()
-            self._drop(sequence, request, why)
-        sequence.steps.rotate(keep)
+        steps.rotate(-keep)
+        for _ in range(lost):
+            self._drop(sequence, steps.popleft(), why)
+        steps.rotate(keep)
 
     def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """End a sequence after the first `keep` of its waiting steps; the others are dropped."""
@@ -353,13 +353,18 @@ class Sequences(Generic[RequestT]):
                 self._gone.popitem(last=False)
 
     def _leave(self, sequence: Sequence[RequestT], now_ns: int, *, counted: bool = True) -> None:
-        """A sequence is over; its place is for another one. It isn't `counted` if it has never begun."""
+        """A sequence is over; its place is for another one. It isn't `counted` if it has never begun, or has steps, for
+        which it waits for a place again."""
         place, sequence.place = sequence.place, None
         if counted:
             assert sequence.ends is not None
             self.ended[sequence.ends] += 1
-            if place is not None and place is not ANYWHERE:
+            if place is not None and place in self._held:
                 self.over.append(Over(sequence.id, place.instance, sequence.ends))
+        if place is not None:
+            self.live -= 1
+            if self._held.pop(place, None) is not None:
+                heappush(self._free, place)
         follower: Sequence[RequestT] | None = sequence
         while follower is not None and not follower.steps:
             # Over, or all its steps were lost before its turn came.
@@ -370,14 +375,8 @@ class Sequences(Generic[RequestT]):
                 del self._ending[follower.id]
             follower = follower.follower
         if follower is not None:
-            self._following -= 1
+            self._following -= follower is not sequence
             self._placeless[follower] = None
-        if place is not None:
-            self.live -= 1
-        if place is not None and place is not ANYWHERE:
-            del self._held[place]
-            if place.instance in self._instances:
-                heappush(self._free, place)
         self._fill_places(now_ns)
 
     def _fill_places(self, now_ns: int) -> None:

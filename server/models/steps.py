@@ -82,6 +82,10 @@ class StepMaker:
         inputs, step, place = request.payload, request.step, sequence.place
         assert step is not None
         assert place is not None
+        if type(inputs) is Step:
+            # It starts anew, and the instance that it was made for is lost: it goes to another one as it is.
+            inputs.row = place.row if self._rows else -1
+            return inputs
         states: States = self._initial if step.start or sequence.state is None else sequence.state  # type: ignore[assignment]
         controls: Sequence[Array] = self._controls[step.start, step.end]
         if self._ids:

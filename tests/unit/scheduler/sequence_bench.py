@@ -55,7 +55,8 @@ class Bench:
     def make_step(self, request: Any, sequence: AnySequence) -> Payload:
         state: Any = "" if request.step.start else sequence.state or ""
         assert sequence.place is not None
-        request.payload = Payload(request.payload, state, sequence.place)
+        name = getattr(request.payload, "name", request.payload)
+        request.payload = Payload(name, state, sequence.place)
         payload: Payload = request.payload
         return payload
 

@@ -10,9 +10,12 @@ from paceline.scheduler.errors import (
     NoInstance,
     NotStarted,
 )
-from paceline.scheduler.policy import SequencePolicy
+from paceline.scheduler.policy import BatchPolicy, SequencePolicy
+from paceline.scheduler.request import Request, SequenceStep
 from paceline.scheduler.sequence import SequenceEnd
+from paceline.scheduler.sequences import Sequences
 from paceline.scheduler.testing import StepRunner
+from paceline.scheduler.waiting import Waiting
 from tests.unit.scheduler.sequence_bench import MS, Bench
 from tests.unit.scheduler.workbench import one_turn
 
@@ -41,7 +44,11 @@ async def test_lost_instance_takes_its_sequences_with_it() -> None:
     bench = Bench(PLACES, instances=2)
     for id_ in (1, 2):
         await bench.send(id_, str(id_), start=True)
-    queued = await bench.send(3, "3", start=True)
+    await bench.send(3, "3", start=True)
+    for _ in range(2):
+        await bench.finish(0)
+    await bench.send(1, "b")
+    queued = await bench.send(3, "c")
     waiting = await bench.send(1, "b")
     bench.runners[0].fail(OSError("lost"))
     await one_turn()
@@ -60,6 +67,49 @@ async def test_lost_instance_takes_its_sequences_with_it() -> None:
     await bench.send(5, "5", start=True)
     assert bench.running == "[5]"
     bench.batcher.close()
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_steps_that_start_anew_outlive_a_lost_instance(instances: int) -> None:
+    bench = Bench(PLACES, instances=instances)
+    await bench.send(1, "a", start=True)
+    lost = [await bench.send(1, "b")]
+    anew = [await bench.send(1, "x", start=True), await bench.send(1, "y", end=True)]
+    if instances == 2:
+        await bench.send(2, "other", start=True)
+        await bench.finish(1)
+    # At the batcher, behind what executes.
+    anew += [await bench.send(3, "c", start=True), await bench.send(3, "d")]
+    bench.runners[0].fail(OSError("lost"))
+    await one_turn()
+    for request in lost:
+        with pytest.raises(NotStarted, match="instance of the model that held it was lost"):
+            request.result()
+    if instances == 1:
+        assert (bench.batcher.sequences.waiting, bench.batcher.sequences.live) == (2, 0)
+        bench.runners.append(StepRunner(bench.clock))
+        bench.batcher.add(bench.runners[1])
+        await one_turn()
+    while bench.runners[1].busy:
+        await bench.finish(1)
+    assert [one.result() for one in anew] == ["x", "xy", "c", "cd"]
+    assert bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
+def test_late_end_leaves_the_successors_places_alone() -> None:
+    sequences: Sequences[Request[str, str]] = Sequences(SequencePolicy(places=1), "m", Waiting(BatchPolicy()))
+    requests: list[Request[str, str]] = [Request("", 1, "k") for _ in range(3)]
+    sequences.add_instance(0, 0)
+    for number, request in enumerate(requests):
+        request.step = SequenceStep(1 + number, start=True)
+        assert sequences.arrive(request) is None
+        if not number:
+            # A second slot of the instance still executes when its successor is there.
+            sequences.lose_instance(0, 0)
+            sequences.add_instance(0, 0)
+    sequences.left(requests[0], 0, None)
+    assert (sequences.live, sequences.waiting) == (1, 1)
 
 
 async def test_holder_is_told_how_its_sequences_end() -> None:

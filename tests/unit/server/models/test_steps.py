@@ -9,7 +9,7 @@ import numpy as np
 from paceline.backends.base import Device
 from paceline.backends.spec import Array, Control, ControlKind, Length, ModelSpec, SequenceSpec, State, TensorSpec
 from paceline.scheduler.request import Request, SequenceStep
-from paceline.scheduler.sequence import ANYWHERE
+from paceline.scheduler.sequence import ANYWHERE, Place
 from paceline.scheduler.sequence import Sequence as Steps
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.reading import reading
@@ -76,3 +76,14 @@ def test_steps_differ_in_sizes_of_states_that_are_lengths() -> None:
         made.append(request)
     assert [one.sizes for one in made] == [(5, 1), (5, 7), (5, 7)]
     assert made[0].key == made[1].key != made[2].key
+
+
+def test_step_that_goes_to_another_instance_gets_its_row_there() -> None:
+    spec = ModelSpec((), (), batched=True, sequence=SequenceSpec(places=2, rows=True))
+    request: Request[object, object] = Request([], 1, "key")
+    request.step = SequenceStep(1, start=True)
+    sequence: Steps[Request[object, object]] = Steps(1)
+    for row in (1, 0):
+        sequence.place = Place(row, row)
+        made = StepMaker(spec)(request, sequence)
+        assert (made.row, made.inputs, request.payload) == (row, (), made)
