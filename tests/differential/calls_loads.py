@@ -12,7 +12,6 @@ from tests.differential.repository import model_config
 
 __all__ = ["CALLS"]
 
-UNSUPPORTED = "decoupled models of ONNX"
 NONSENSE = "loads and unloads that make no sense"
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 
@@ -97,11 +96,10 @@ CALLS = [
     Call("GPUs of a CPU", loading(more="instance_group { kind: KIND_CPU gpus: 0 }"), "INVALID_ARGUMENT", "OK",
          "`instance_group`"),
     Call("passive instances", loading(more="instance_group { kind: KIND_CPU passive: true }"), "OK",
-         "INVALID_ARGUMENT", UNSUPPORTED),
+         "INVALID_ARGUMENT", "decoupled models of ONNX"),
     Call("tags of metrics", loading(more='metric_tags { key: "a" value: "b" }')),
     Call("unknown backend", load("serial", config='{"backend": "nobody", "max_batch_size": 1}'), "INVALID_ARGUMENT"),
-    Call("decoupled", loading(more="model_transaction_policy { decoupled: true }"), "OK", "INVALID_ARGUMENT",
-         UNSUPPORTED),
+    Call("decoupled", loading(more="model_transaction_policy { decoupled: true }")),
     Call("sequences", loading("max_batch_size: 8 sequence_batching { }")),
     Call("a cache", loading(more="response_cache { enable: true }")),
     Call("agents", loading(more='model_repository_agents { agents { name: "nobody" } }'), "INTERNAL",

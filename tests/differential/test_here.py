@@ -28,7 +28,7 @@ def without_process(call: Call) -> Call:
     if not isinstance(request, pb.RepositoryModelLoadRequest) or [*request.parameters] != ["config"]:
         return call
     config = request.parameters["config"].string_param
-    if '"allowRaggedBatch"' in config or config.count('"TYPE_') % 2:
+    if any(f'"{word}"' in config for word in ("allowRaggedBatch", "decoupled")) or config.count('"TYPE_') % 2:
         return call
     loaded = pb.RepositoryModelLoadRequest()
     loaded.CopyFrom(request)
