@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic_ns
 from typing import cast
 
@@ -96,6 +97,7 @@ class PipelineRun:
         self._began_ns = 0
         self._last_error: StepFailed | None = None
         self._done: Done | None = None
+        self._end_later: Callable[[], None] | None = None
         self._plan: Plan
         self._root: Scope
 
@@ -139,6 +141,9 @@ class PipelineRun:
         if self.opened is not None:
             self.opened.let_go()
         self.inputs = ()
+        end, self._end_later = self._end_later, None
+        if end is not None:
+            end()
 
     def sent(self, number: int, answers: int) -> None:
         """The oldest answers have left, and what they were made of may follow."""
@@ -202,9 +207,12 @@ class PipelineRun:
         self._hand_on(scope)
         self._close(scope)
         if self._done is not None and self._is_last:
-            assert self.opened is not None
-            self.opened.on_answer(self._last_error, last=True)
-            self._end(ANSWERED_ELSEWHERE)
+            if self._last_error is not None:
+                self._fail(self._last_error)
+            else:
+                assert self.opened is not None
+                self.opened.on_answer(None, last=True)
+                self._end(ANSWERED_ELSEWHERE)
 
     def _on_next(self, request: InnerRequest, answer: PartialAnswer, error: Exception | None) -> None:
         """A decoupled step has an answer that isn't its last."""
@@ -316,11 +324,15 @@ class PipelineRun:
         return StepFailed(f"{where}: {error_text(error)}", status_of(error))
 
     def _fail(self, failed: StepFailed) -> None:
-        if self.opened is not None:
+        if (done := self._stop()) is None:
+            return
+        end = partial(done, Outcome(self._began_ns, monotonic_ns(), error=failed))
+        if self.opened is None:
+            end()
+        else:
+            # Its execution fails once its caller has been told: earlier, that would overtake the answers before it.
+            self._end_later = end
             self.opened.on_answer(failed, last=True)
-            self._end(ANSWERED_ELSEWHERE)
-        elif (done := self._stop()) is not None:
-            done(Outcome(self._began_ns, monotonic_ns(), error=failed))
 
     def _close(self, scope: Scope) -> None:
         """Forget `scope` if nothing more can come of it, and have the step go on that it was an answer of."""

@@ -185,6 +185,9 @@ async def test_answers_before_a_final_error_arrive_before_it(tmp_path: Path) -> 
         assert await told == [(7, False), ("in ensemble 'e', step 0 ('m'): and no more", True)]
         await until_quiet(started)
         assert started.failed("e") == 1
+        # As of any ensemble's request that fails: it executed nothing itself.
+        (counted,) = (await started.stub.ModelStatistics(pb.ModelStatisticsRequest(name="e"))).model_stats
+        assert (counted.inference_count, counted.execution_count, counted.inference_stats.queue.count) == (0, 0, 0)
 
 
 async def test_caller_that_leaves_ends_the_decoupled_step(tmp_path: Path) -> None:

@@ -277,6 +277,7 @@ def test_answers_and_errors_keep_their_decoupled_steps_order(answers: list[str],
     go_on(st.just(True))
     assert [said for said, _ in opened.told if said is not None] == expected
     assert [last for _, last in opened.told] == [False] * (len(opened.told) - 1) + [True]
+    opened.run.let_go()
     assert len(run.ends) == 1
 
 
