@@ -28,6 +28,7 @@ def test_types_of_files_are_onnx_runtimes_own(tmp_path: Path) -> None:
     assert int(found[2]) >= 1
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not LONG, reason="its trial takes ten seconds, and the suite serves it: make proofs")
 def test_embeddings_of_documentation_are_onnx_runtimes_own(tmp_path: Path) -> None:
     if wanted := missing():
