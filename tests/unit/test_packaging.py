@@ -103,8 +103,7 @@ def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Path:
 
 def _install(python: Path, what: str) -> None:
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, what]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    _run(Path(sys.executable), REPO, "-m", "pip", "--python", str(python), "install", *options, what)
 
 
 def _run(python: Path, cwd: Path, *arguments: str) -> str:
