@@ -77,23 +77,27 @@ class UntilStable:
 
 @dataclass(frozen=True, slots=True)
 class FixedTime:
-    """`seconds` after the warm-up."""
+    """`seconds` after the warm-up; as often as it takes for `least` requests to be due, but `most` times at most."""
 
     warmup_s: float
     seconds: float
+    least: int = 0
+    most: int = 1
 
     @property
     def slice_s(self) -> float:
         return self.seconds / _SLICES_OF_A_TIME
 
     def marks(self, slice_number: int) -> bool:
-        return slice_number in (self._warmup, self._warmup + _SLICES_OF_A_TIME)
+        times, rest = divmod(slice_number - self._warmup, _SLICES_OF_A_TIME)
+        return not rest and 0 <= times <= self.most
 
     def period(self, slices: Sequence[Counts], is_over: bool) -> Period | None:
-        end = self._warmup + _SLICES_OF_A_TIME
-        if len(slices) >= end or is_over:
-            return Period(min(self._warmup, len(slices)), min(end, len(slices)))
-        return None
+        times = max(0, min(self.most, (len(slices) - self._warmup) // _SLICES_OF_A_TIME))
+        end = self._warmup + times * _SLICES_OF_A_TIME
+        if times and (times == self.most or sum(one.due for one in slices[self._warmup : end]) >= self.least):
+            return Period(self._warmup, end)
+        return Period(min(self._warmup, len(slices)), len(slices)) if is_over else None
 
     @property
     def _warmup(self) -> int:

@@ -31,11 +31,11 @@ from paceline.server.models.served_model import ServedModel
 from paceline.server.tune.choosing import Choice, Goal, Setting, Tried, choose, set_back, settings_of
 from paceline.server.tune.config_file import changes_of, config_text, plain
 from paceline.server.tune.contents import LoadContents, contents_of
-from paceline.server.tune.live import Live
+from paceline.server.tune.live import FEWEST, Live
 from paceline.server.tune.measuring import Layout, TuneError, measure, sizes_to_try
 from paceline.server.tune.own_model import own_model
 from paceline.server.tune.report import Tuned
-from paceline.server.tune.trials import FEWEST, Trials
+from paceline.server.tune.trials import Trials
 from paceline.server.tune.verifying import verified
 from paceline.server.tuning import new_loop
 

@@ -6,6 +6,7 @@ Lives here: starting and ending it, the load, and what a request cost both sides
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -38,7 +39,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.simulation import rows_per_batch
 
-__all__ = ["MUCH_OTHERS", "WARMUP_S", "Live", "LiveServer", "serving"]
+__all__ = ["FEWEST", "MUCH_OTHERS", "WARMUP_S", "Live", "LiveServer", "serving"]
 
 _SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)$", re.DOTALL)
 _OF_SERVERS = ("PACELINE_", "INFERENCE_SERVICE_NAME")
@@ -49,6 +50,10 @@ MUCH_OTHERS = 0.1
 """Of the machine's processor time: a measurement beside which other processes had more isn't one."""
 _TIMEOUT_S = 60.0
 """Of requests that may take any time."""
+FEWEST = 10
+"""So many requests are to come while something is tried, of a rate on average: then one does."""
+_MOST_S = 60.0
+"""As long clients are waited for, at most."""
 _SIGTERM = 15
 # The server ends with this process, whatever ends that: PR_SET_PDEATHSIG of prctl(2).
 _CODE = f"""import ctypes, sys
@@ -133,20 +138,25 @@ class LiveServer:
         timeout_s: float = _TIMEOUT_S,
     ) -> Live:
         """What `clients` in a closed loop, or `arrivals` of an open one, meet for so long, after a warm-up of a second
-        at most. Raises LoadError, and TuneError if requests fail for other reasons than that they are too many, or
-        none was due."""
+        at most; of clients, until there is something to count. Raises LoadError, and TuneError if requests fail for
+        other reasons than that they are too many, or none was due."""
         load = Load(self._target, self._messages, timeout_s, clients=clients, arrivals=arrivals)
         with ControlClient(self._target, tls=False) as client:
             measured = measure(
                 load,
-                FixedTime(min(WARMUP_S, seconds), seconds),
+                FixedTime(
+                    *(min(WARMUP_S, seconds), seconds),
+                    # How many of a rate come is known before. Clients wait for their answers, which may take long.
+                    *((0, 1) if arrivals is not None else (FEWEST, math.ceil(_MOST_S / seconds))),
+                ),
                 lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid), *_used_ns(self._pid)),
             )
         served = Served.between(measured.before.statistics, measured.after.statistics)
         outcome = Outcome(measured, served, 1, arrivals is not None)
         total = outcome.total
         if not total.due:
-            raise TuneError(f"no request was due in the {seconds:g} s that count: --seconds gives more")
+            why = "due" if arrivals is not None else "answered"
+            raise TuneError(f"no request was {why} in the {measured.seconds:g} s that count: --seconds gives more")
         if wrong := total.errors.keys() - _OF_OVERLOAD:
             status = min(wrong)
             raise TuneError(f"requests fail when the model is served: {status}: {total.reasons[status]}")

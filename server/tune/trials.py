@@ -21,16 +21,14 @@ from paceline.server.tune.choosing import Goal, Setting, settings_of
 from paceline.server.tune.config_file import changes_of, config_text
 from paceline.server.tune.contents import LoadContents
 from paceline.server.tune.costs import Costs, alike, joined
-from paceline.server.tune.live import MUCH_OTHERS, WARMUP_S, Live, LiveServer, serving
+from paceline.server.tune.live import FEWEST, MUCH_OTHERS, WARMUP_S, Live, LiveServer, serving
 from paceline.server.tune.measuring import Layout
 from paceline.server.tuning import new_loop
 
-__all__ = ["FEWEST", "Trials"]
+__all__ = ["Trials"]
 
 _MANY_CLIENTS = 16
 _BUSY_S, _MARGIN_S = 3.0, 5.0
-FEWEST = 10
-"""Of a rate, so many requests are to come while it is tried, on average: then one does."""
 _LEAST_TIMEOUT_S = 5.0
 _BUSY = 0.7
 """Layouts are calibrated with at most this share of the load that they can serve, by what is known before."""

@@ -14,10 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.clients.errors import NotFound
+from paceline.clients.inputs import TypedInputs
 from paceline.clients.options import ConnectionOptions
 from paceline.clients.sync import InferenceClient
+from paceline.protos import model_config_pb2 as pb
 from paceline.server.cli import main
 from paceline.server.engine import Engine
+from paceline.server.tune.live import FEWEST, serving
 from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.observing import observed
 from tests import models
@@ -89,6 +92,7 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
     result = tune(tmp_path, "--clients", 2, "--seconds", 0.2, "--format", "json")
     assert result.exit_code == 0, result.output
     for one in json.loads(result.stdout)["best"]:
+        assert not one["failure"]
         assert one["live"]["clients"] == 2
         assert one["live"]["requests_per_s"] > 0
         assert one["live"]["rows_per_batch"] == 1
@@ -98,6 +102,19 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
         assert costs["server_us"] > 0
         assert costs["sender_us"] > 0
     assert "trying the best settings on a server" in result.stderr
+
+
+def test_slow_executions_are_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    slow = PYTHON.replace("        return", "        time.sleep(0.05)\n        return")
+    (tmp_path / "m" / "1" / "model.py").write_text(f"import time\n{slow}")
+    request = TypedInputs({"x": np.zeros((1, 1), np.float32)}, {"x": "FP32"})
+    config = pb.ModelConfig(backend="python", max_batch_size=1)
+    with serving(tmp_path / "m", config, [request], ["--allow-python-models=true"]) as server:
+        live = server.load(0.2, clients=1)
+    assert live.latencies.count >= FEWEST
+    assert live.seconds == pytest.approx(0.2 * round(live.seconds / 0.2))
+    assert live.throughput <= 20
 
 
 def test_most_that_can_be_served_is_found(tmp_path: Path) -> None:
