@@ -21,7 +21,7 @@ from tests.harness import REPO, ServerProcess, run_command
 
 __all__ = ["Reader", "make_clone", "start"]
 
-_LONGEST_S = 60
+_LONGEST_S = 100
 _SERVE = re.compile(r"paceline serve\b")
 _ASK = re.compile(r"\bpaceline (infer|health|describe|models)\b(?!.*--server)", re.DOTALL)
 _LOCAL_PORT = re.compile(r"(?:(?<=localhost:)|(?<=127\.0\.0\.1:))\d{4}\b")

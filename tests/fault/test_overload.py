@@ -79,7 +79,7 @@ async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing_behin
         tmp_path,
         rows=2,
         dims=f"[ {COLUMNS} ]",
-        extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "5" } }',
+        extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "20" } }',
     )
     args = [f"--max-queued-requests={QUEUED}", f"--grpc-max-concurrent-rpcs={RPCS}", f"--max-queued-bytes={4 * MIB}"]
     sent = 1_000

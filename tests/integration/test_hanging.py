@@ -24,8 +24,6 @@ from tests.memory_models import MemoryInstance, MemoryModel
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
-pytestmark = pytest.mark.usefixtures("without_minimum_execution_limit")
-
 ONE = infer("m", {"a": rows_of_floats(1)})
 LIMITED = 'max_batch_size: 4 parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }'
 
@@ -109,6 +107,7 @@ async def test_model_unloaded_while_an_instance_is_replaced_is_abandoned(tmp_pat
     await eventually_async(lambda: model.closed, "the model closed")
 
 
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_replacement_instance_that_hangs_is_given_up_and_another_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,6 +127,7 @@ async def test_replacement_instance_that_hangs_is_given_up_and_another_is_tried(
     assert model.open_instances == 0
 
 
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_replacement_is_no_longer_tried_once_too_many_instances_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +180,7 @@ async def test_load_of_a_model_without_instances_loads_it_again(tmp_path: Path) 
         await eventually_async(lambda: old.closed, "what hung given back, and then the model")
 
 
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_model_that_hangs_while_it_is_loaded_fails_alone(tmp_path: Path) -> None:
     models = {"m": echo_model(), "stuck": echo_model("FP32", 2)}
     models["stuck"].gate.close()

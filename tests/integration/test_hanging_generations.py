@@ -31,8 +31,6 @@ from tests.memory_models import Gate
 from tests.polling import eventually_async
 from tests.unit.backends.onnx.generating import Decoder, answer_of, layout
 
-pytestmark = pytest.mark.usefixtures("without_minimum_execution_limit")
-
 LIMITED = """
     parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }
     parameters { key: "paceline.max_generations" value { string_value: "2" } }
@@ -88,6 +86,7 @@ async def test_step_that_hangs_ends_its_generations_and_is_replaced(tmp_path: Pa
         await eventually_async(lambda: not served.server.repository.hangs, "the end of what hung")
 
 
+@pytest.mark.usefixtures("without_minimum_execution_limit")
 async def test_trial_that_hangs_fails_the_load(tmp_path: Path) -> None:
     write_model(tmp_path, "m", LIMITED)
     backend = Backend()

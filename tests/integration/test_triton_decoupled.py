@@ -73,7 +73,8 @@ async def test_coroutines_of_decoupled_models_go_on_together(tmp_path: Path) -> 
         if request.request_id() == "raises":
             raise ValueError("in the middle")
 """
-    async with served(tmp_path, DECOUPLED, source) as started:
+    # Nothing else is in the batch of the one that waits.
+    async with served(tmp_path, DECOUPLED.replace("max_batch_size: 8", "max_batch_size: 1"), source) as started:
         stream = Stream(started)
         await stream.send(asking(f"{SENDER}s.send(answer(1), final)", "waits"))
         await eventually_awaited(lambda: _says(started, "s.send(answer(int(hasattr(model, 'going'))), final)"), "waits")
