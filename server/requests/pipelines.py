@@ -8,7 +8,7 @@ request, and nobody waits for its other steps any more; tensors pass from step t
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
@@ -91,7 +91,8 @@ class PipelineRun:
         self.sequence: tuple[str, str, int | str] | None = None
         if self._step is not None and self._step.id and model.pipeline.has_sequences:
             self.sequence = model.name, model.version, self._step.id
-        self._executing: dict[InnerRequest, tuple[PlannedStep, Scope]] = {}
+        # By each of its steps that is executed now, in which scope.
+        self._executing: dict[InnerRequest, Scope] = {}
         self._leaving: deque[Scope] = deque()
         self._spent_ns = [0, 0, 0]
         self._began_ns = 0
@@ -185,8 +186,8 @@ class PipelineRun:
         )
         more = self._on_next if model.decoupled else None
         request = InnerRequest(message, self._on_end, deadline_ns=flight.deadline_ns, made_for=flight, on_next=more)
-        self._executing[request] = step, scope
-        scope.executing += 1
+        self._executing[request] = scope
+        scope.executing[request] = step
         self._pipelines.announce_to(cast("ServedModel", model), request)
         if self._pipelines.on_step is not None:
             self._pipelines.on_step()
@@ -194,8 +195,8 @@ class PipelineRun:
     def _on_end(self, request: InnerRequest) -> None:
         if self._done is None:
             return
-        step, scope = self._executing.pop(request)
-        scope.executing -= 1
+        scope = self._executing.pop(request)
+        step = scope.executing.pop(request)
         for place, spent_ns in enumerate(request.spent_ns):
             self._spent_ns[place] += spent_ns
         if request.error is not None:
@@ -218,7 +219,8 @@ class PipelineRun:
         """A decoupled step has an answer that isn't its last."""
         if self._done is None:
             return
-        step, scope = self._executing[request]
+        scope = self._executing[request]
+        step = scope.executing[request]
         self._begin_scope(step, scope, answer.outputs if error is None else self._failure(step, error), answer)
 
     def _begin_scope(
@@ -229,8 +231,6 @@ class PipelineRun:
         source: PartialAnswer | None,
     ) -> None:
         begun = Scope(self._plan, step.number, {}, scope, source)
-        scope.children[begun] = None
-        scope.turns.setdefault(step.number, OrderedDict())[begun] = None
         if isinstance(answer, StepFailed):
             begun.size_bytes = len(str(answer))
             begun.fail(answer)
@@ -276,32 +276,19 @@ class PipelineRun:
             self._hand_on(scope)
 
     def _hand_on(self, scope: Scope) -> None:
-        """Answer with what waits in `scope`, or for it: what is made of a decoupled step's answers, and errors among
-        them, leave in that step's order."""
-        # Where a further decoupled step follows, only errors wait for what is made of the answers before them. If all
-        # did, answers that are held could keep its model from executing what they wait for.
-        # Whose turn has passed is looked at no more: they may be thousands, whose answers are on their way.
-        at: Scope | None = scope
-        while at is not None:
-            turns = at.parent.turns[at.level] if at.parent is not None else OrderedDict({at: None})
-            while turns and self._done is not None:
-                one = next(iter(turns))
-                if one.answer is None and not one.has_all_answers:
-                    break
-                del turns[one]
-                answer, one.answer = one.answer, None
-                if answer is None:
-                    continue
-                assert self.opened is not None
-                one.is_answered = True
-                last = self._is_last and self._last_error is None and not isinstance(answer, StepFailed)
-                self.opened.on_answer(answer, last=last)
-                if last:
-                    self._end(ANSWERED_ELSEWHERE)
-                    return
-                one.is_held = True
-                self._leaving.append(one)
-            at = at.parent
+        """Answer with what waits in `scope`, or for it."""
+        if self._done is None:
+            return
+        for one in scope.due():
+            answer, one.answer, one.is_answered = one.answer, None, True
+            assert self.opened is not None
+            last = self._is_last and self._last_error is None and not isinstance(answer, StepFailed)
+            self.opened.on_answer(answer, last=last)
+            if last:
+                self._end(ANSWERED_ELSEWHERE)
+                return
+            one.is_held = True
+            self._leaving.append(one)
 
     def _fail_step(self, step: PlannedStep, scope: Scope, error: BaseException) -> None:
         """A step has failed, and with it the request, or the answer that it was executed for. What a decoupled step has
@@ -314,10 +301,9 @@ class PipelineRun:
         elif step.model.decoupled:
             self._begin_scope(step, scope, failed, None)
         else:
-            for request in [one for one, (_, its) in self._executing.items() if its.is_in(scope)]:
+            for request in scope.fail(failed):
                 del self._executing[request]
                 self._pipelines.give_up(request)
-            scope.fail(failed)
 
     def _failure(self, step: PlannedStep, error: BaseException) -> StepFailed:
         where = f"in ensemble '{self.flight.model.name}', step {step.number} ('{step.model.name}')"

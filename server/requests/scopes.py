@@ -6,19 +6,21 @@ Lives here: which tensors there are, and what is still to come. Must not: start 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from paceline.backends.spec import Tensors
 from paceline.server.errors import StepFailed
 from paceline.server.memory.region_tensors import Input
-from paceline.server.models.pipeline import Plan
+from paceline.server.models.pipeline import Plan, PlannedStep
+from paceline.server.requests.inner_request import InnerRequest
 from paceline.server.requests.open_flight import PartialAnswer
 
 
 class Scope:
     """What exists at one level: for a request, or for one answer of a decoupled step, its `source`, within `parent`.
-    `values` are tensors, None for one that was left out; `pending` steps that haven't started, `executing` how many
-    have. `answer`: what waits for its turn; `is_answered`: none is to come any more; `is_held`: one hasn't left.
+    `values` are tensors, None for one that was left out; `pending` are steps that haven't started, `executing` those
+    that have, by their requests. `answer`: what waits for its turn; `is_answered`: none is to come any more; `is_held`:
+    one hasn't left.
 
     `children` are there until nothing more can come of them and their answers have left. `turns` are those of each
     level whose turn hasn't passed, in order; the others have all their answers, as no level with answers has a further
@@ -44,10 +46,14 @@ class Scope:
         self.source = source
         self.children: dict[Scope, None] = {}
         self.turns: dict[int, OrderedDict[Scope, None]] = {}
-        self.executing = self.size_bytes = 0
+        self.executing: dict[InnerRequest, PlannedStep] = {}
+        self.size_bytes = 0
         self.answer: Tensors | StepFailed | None = None
         self.is_answered = level not in plan.endings
         self.is_held = False
+        if parent is not None:
+            parent.children[self] = None
+            parent.turns.setdefault(level, OrderedDict())[self] = None
 
     def has(self, tensors: Set[str]) -> bool:
         left = tensors - self.values.keys()
@@ -58,24 +64,44 @@ class Scope:
             return self.values[tensor]
         return self.parent.get(tensor)
 
-    def is_in(self, other: Scope) -> bool:
-        return self is other or (self.parent is not None and self.parent.is_in(other))
+    def due(self) -> Iterator[Scope]:
+        """Those whose answers may leave now that something has come of this one; whoever takes one answers with it.
 
-    def drop(self) -> None:
-        """Nothing more is to come of it. What has an answer that hasn't left stays until it has."""
+        What is made of a decoupled step's answers, and errors among them, leave in that step's order. Where a further
+        decoupled step follows, only errors wait for what is made of the answers before them: if all did, answers that
+        are held could keep its model from executing what they wait for."""
+        at = self
+        while at.parent is not None:
+            # Whose turn has passed is looked at no more: they may be thousands, whose answers are on their way.
+            turns = at.parent.turns[at.level]
+            while turns and ((one := next(iter(turns))).answer is not None or one.has_all_answers):
+                del turns[one]
+                if one.answer is not None:
+                    yield one
+            # What waits behind its parent may have waited for this.
+            at = at.parent
+        if at.answer is not None:
+            yield at
+
+    def drop(self) -> list[InnerRequest]:
+        """Nothing more is to come of it. What has an answer that hasn't left stays until it has. Returns what was
+        executed in it."""
+        executed = [*self.executing]
         self.pending.clear()
-        self.executing = 0
+        self.executing.clear()
         self.answer, self.is_answered = None, True
         for child in self.children:
-            child.drop()
+            executed += child.drop()
         self.children = {child: None for child in self.children if not child.is_over}
         for turns in self.turns.values():
             turns.clear()
+        return executed
 
-    def fail(self, error: StepFailed) -> None:
-        """`error` takes the place of what else would come of it."""
-        self.drop()
+    def fail(self, error: StepFailed) -> list[InnerRequest]:
+        """`error` takes the place of what else would come of it. Returns as `drop`."""
+        executed = self.drop()
         self.answer, self.is_answered = error, False
+        return executed
 
     @property
     def has_all_answers(self) -> bool:
