@@ -12,7 +12,7 @@ from paceline.server.bulk.fingerprint import Plain
 from paceline.server.bulk.folder import JobFolder, Mark, Start
 from paceline.server.bulk.values import ALONE, BadRow, FileIndex, Fixed, InputFile, Shard, Unit, units_of
 
-__all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "opened"]
+__all__ = ["FILES", "FINGERPRINT", "FIXED", "SCHEMA", "UNITS", "contents", "do", "never", "opened"]
 
 FINGERPRINT: dict[str, Plain] = {"batch": 32, "map": {"ids": "tokens", "mask": "mask"}, "keep": ["id"]}
 FILES = [InputFile(0, "/in/a.parquet", 10, 1), InputFile(1, "/in/b.parquet", 20, 2)]
@@ -27,6 +27,10 @@ def opened(path: Path, start: Start = Start.RESUME, shard: Shard = ALONE) -> Ite
     with closing(JobFolder(str(path), shard=shard)) as folder:
         folder.open(FINGERPRINT, FILES, lambda: FIXED, start)
         yield folder
+
+
+def never() -> Fixed:
+    raise AssertionError("it was chosen again")
 
 
 def do(folder: JobFolder, unit: Unit, bad: Sequence[int] = ()) -> Mark:
