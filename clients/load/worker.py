@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from paceline.clients.connection import Tls
 from paceline.clients.load.arrivals import Arrival, Arrivals, share
-from paceline.clients.load.sending import Asking, Connection, FailedRequest, sequence_step
+from paceline.clients.load.sending import EMPTY, Asking, Connection, FailedRequest, sequence_step
 from paceline.clients.load.tally import Counts, Slices
 
 NOT_SENT: Final = "NOT_SENT"
@@ -35,6 +35,8 @@ _CONNECT_S: Final = 30.0
 _FINISH_S: Final = 5.0
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _MOST_UNDER_WAY: Final = 20_000
+_MAY_HAVE_BEGUN: Final = {EMPTY, "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"}
+"""If a sequence's first step fails with another status, the server has refused it, and has nothing to end."""
 _SENT_AT_ONCE: Final = 16
 """When late, answers are looked at after so many."""
 
@@ -191,34 +193,45 @@ class Sender:
     async def _request(self, asking: Asking, contents: int, due_ns: int, entry: object) -> bool:
         """Send a request, or the steps of a sequence, each when the one before is answered. Returns whether all went
         well; a sequence ends with a step that didn't."""
-        message = self._load.messages[contents % len(self._load.messages)]
+        messages = self._load.messages
         if self._load.steps is None:
-            return await self._ask(asking, message, due_ns, entry)
+            return await self._ask(asking, messages[contents % len(messages)], due_ns, entry) is None
         sequence_id, steps = next(self._sequence_ids), self._random.randint(*self._load.steps)
+        failed: str | None = None
         for step in range(steps):
-            message = self._load.messages[(contents + step) % len(self._load.messages)]
-            is_last = step == steps - 1 or self._is_over
-            message += sequence_step(sequence_id, is_first=step == 0, is_last=is_last)
             if step and self._is_over:
-                with suppress(FailedRequest):
-                    await asking.ask(message, _FINISH_S)
-                return True
+                break
+            message = messages[(contents + step) % len(messages)]
+            is_last = step == steps - 1 or self._is_over
             if step:
                 due_ns = time.monotonic_ns()
                 entry = self.slices.begin(due_ns)
-            if not await self._ask(asking, message, due_ns, entry):
+            own = sequence_step(sequence_id, is_first=not step, is_last=is_last)
+            failed = await self._ask(asking, message + own, due_ns, entry)
+            if not failed and is_last:
+                return True
+            if failed and not step and failed not in _MAY_HAVE_BEGUN:
                 return False
-        return True
+            if not failed or not step:
+                ending = message  # a step that fails for what it contains may end nothing
+            if failed:
+                break
+        # It would take a place in the server until that finds it idle for too long.
+        with suppress(FailedRequest):
+            own = sequence_step(sequence_id, is_first=False, is_last=True)
+            await asking.ask(ending + own, min(self._load.timeout_s, _FINISH_S))
+        return not failed
 
-    async def _ask(self, asking: Asking, message: bytes, due_ns: int, entry: object) -> bool:
+    async def _ask(self, asking: Asking, message: bytes, due_ns: int, entry: object) -> str | None:
+        """Send a request. Returns its status, if it has failed."""
         left_s = self._load.timeout_s - (time.monotonic_ns() - due_ns) / 1e9
         try:
             reply = await asking.ask(message, max(0.0, left_s))
         except FailedRequest as failed:
             self.slices.fail(entry, due_ns, time.monotonic_ns(), failed.status, failed.reason)
-            return False
+            return failed.status
         self.slices.succeed(entry, due_ns, time.monotonic_ns(), reply)
-        return True
+        return None
 
 
 async def _work(own: Share, pipe: Pipe) -> None:

@@ -146,6 +146,17 @@ def test_load_of_sequences_begins_and_ends_each(server: ServerProcess, way: tupl
     eventually(lambda: server.metrics()[LIVE] == 0, "the end of all sequences")
 
 
+@pytest.mark.parametrize("way", [("--clients", "1"), ("--rate", "200", "--stream")], ids=" ".join)
+def test_sequences_end_with_a_step_that_fails(server: ServerProcess, tmp_path: Path, way: tuple[str, ...]) -> None:
+    # A step has one row.
+    (tmp_path / "steps.jsonl").write_text('{"INPUT0": [[1]]}\n{"INPUT0": [[1], [2]]}\n')
+    requests = ("--requests", str(tmp_path / "steps.jsonl"), "--sequence-length", "3", "--count", "4")
+    found = loaded(server, "sums", *requests, *way)
+    assert found["errors"]["INVALID_ARGUMENT"]["count"] == 4
+    assert found["requests"] == 6
+    eventually(lambda: server.metrics()[LIVE] == 0, "the end of all sequences")
+
+
 @pytest.mark.parametrize("way", [("--seconds", "0.3"), ("--stream", "--rate", "20")], ids=" ".join)
 def test_sequences_end_with_the_time_or_a_signal(server: ServerProcess, way: tuple[str, ...]) -> None:
     load = ("load", "sums", "--server", server.target, "--sequence-length", "999999", *way)
