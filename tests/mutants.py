@@ -294,7 +294,7 @@ MUTANTS = (
         "backends/remote_messages.py",
         "        if array.shape[:1] != (sum(rows),):\n",
         "        if array.shape[:1] < (sum(rows),):\n",
-        (*_PROXY, "tests/integration/test_proxy_open.py"),
+        ("tests/property/test_remote_messages.py",),
     ),
     Mutant(
         "models that the other server has unloaded aren't served any longer",

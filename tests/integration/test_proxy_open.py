@@ -150,16 +150,25 @@ async def test_parts_answered_with_different_outputs_are_an_error(tmp_path: Path
         assert tensors_of(await served.infer(request(1, rows=4)))["x"][3, 0] == 2
 
 
-async def test_parts_answered_without_their_rows_are_an_error_and_no_shorter_answer(tmp_path: Path) -> None:
-    stub = Upstream()
+def repeated(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    """The answer of `double`, but with each row of `x` twice."""
+    answer = double(call)
+    twice = tensors_of(answer)["x"].repeat(2, axis=0)
+    answer.outputs[0].shape[:] = twice.shape
+    answer.raw_output_contents[0] = twice.tobytes()
+    return answer
 
-    stub.answer = summed
+
+@pytest.mark.parametrize(("answer", "shape"), [(summed, (2,)), (repeated, (8, 2))], ids=["fewer", "more"])
+async def test_parts_answered_without_their_rows_are_an_error(tmp_path: Path, answer: Any, shape: Any) -> None:
+    stub = Upstream()
+    stub.answer = answer
     settings = Settings(paths=(), batching=BatchDefaults(max_batch_rows=4))
     async with behind_silent(tmp_path, stub, settings=settings) as served:
         code, text = await failure_of(served.infer(request(1, rows=8)))
         assert code is Code.INTERNAL
-        assert "output 'x' has shape [2] for a part of a request with 4 rows; if the model doesn't" in text
-        assert tensors_of(await served.infer(request(1, rows=4)))["x"].shape == (2,)
+        assert f"output 'x' has shape {list(shape)} for a part of a request with 4 rows; if the model doesn't" in text
+        assert tensors_of(await served.infer(request(1, rows=4)))["x"].shape == shape
 
 
 async def test_requests_of_unbatched_models_are_sent_alone(tmp_path: Path) -> None:

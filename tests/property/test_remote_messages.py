@@ -1,14 +1,17 @@
-"""Any requests that may share a batch, joined into a message and cut out of its echo again, are unchanged."""
+"""Any requests that may share a batch, joined into a message and cut out of its echo again, are unchanged. An answer
+with other rows is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from paceline.backends.errors import ExecutionError
 from paceline.backends.remote_messages import RemoteRequest, decode_open, decode_response, encode_request
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
@@ -62,3 +65,15 @@ def test_echoed_batch_gives_each_request_its_own_tensors(made: tuple[ModelSpec, 
                 assert (
                     sent.tolist() == answered.tolist() if sent.dtype == object else sent.tobytes() == answered.tobytes()
                 )
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1), ()], ids=["fewer", "more", "none"])
+def test_answer_without_the_batchs_rows_is_refused(shape: tuple[int, ...]) -> None:
+    spec = ModelSpec((TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), batched=True)
+    requests = [RemoteRequest((np.zeros((rows, 1), np.float32),), (0,), 1) for rows in (1, 2)]
+    answer = ModelInferResponse(raw_output_contents=[np.zeros(shape, np.float32).tobytes()])
+    answer.outputs.add(name="y", datatype="FP32", shape=shape)
+    with pytest.raises(ExecutionError, match=r"'y': expected .*3.*, got"):
+        decode_response(answer.SerializeToString(), spec, requests, [0])
+    with pytest.raises(ExecutionError, match=r"'y': expected .*3.*, got"):
+        decode_open(answer.SerializeToString(), requests)
