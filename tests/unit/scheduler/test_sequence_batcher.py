@@ -66,17 +66,18 @@ async def test_end_frees_the_id_at_once() -> None:
     bench.batcher.close()
 
 
-async def test_failed_step_leaves_the_state_as_before() -> None:
+@pytest.mark.parametrize(("start", "then"), [(False, "[ac]"), (True, "[c]")], ids=["as it was", "initial"])
+async def test_failed_step_leaves_the_state_as_before(start: bool, then: str) -> None:
     bench = Bench()
     await bench.send(7, "a", start=True)
     await bench.finish()
-    failed = await bench.send(7, "b")
+    failed = await bench.send(7, "b", start=start)
     bench.runners[0].fail(ValueError("no"))
     await one_turn()
     with pytest.raises(ExecutionFailed, match="no; the state of its sequence is as it was before"):
         failed.result()
     await bench.send(7, "c")
-    assert bench.running == "[ac]"
+    assert bench.running == then
     bench.batcher.close()
 
 

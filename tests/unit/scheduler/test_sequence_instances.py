@@ -97,12 +97,27 @@ async def test_steps_that_start_anew_outlive_a_lost_instance(instances: int) -> 
     bench.batcher.close()
 
 
-def test_late_end_leaves_the_successors_places_alone() -> None:
-    sequences: Sequences[Request[str, str]] = Sequences(SequencePolicy(places=1), "m", Waiting(BatchPolicy()))
+def bare(policy: SequencePolicy) -> tuple[Sequences[Request[str, str]], list[Request[str, str]]]:
+    """Without a batcher; and first steps of three sequences."""
     requests: list[Request[str, str]] = [Request("", 1, "k") for _ in range(3)]
+    for number, request in enumerate(requests, 1):
+        request.step = SequenceStep(number, start=True)
+    return Sequences(policy, "m", Waiting(BatchPolicy())), requests
+
+
+def test_free_places_of_a_lost_instance_are_gone() -> None:
+    sequences, requests = bare(PLACES)
+    for instance in (0, 1):
+        sequences.add_instance(instance, 0)
+    sequences.lose_instance(0, 0)
+    assert [sequences.arrive(request) for request in requests] == [None] * 3
+    assert (sequences.live, sequences.waiting) == (2, 1)
+
+
+def test_late_end_leaves_the_successors_places_alone() -> None:
+    sequences, requests = bare(SequencePolicy(places=1))
     sequences.add_instance(0, 0)
     for number, request in enumerate(requests):
-        request.step = SequenceStep(1 + number, start=True)
         assert sequences.arrive(request) is None
         if not number:
             # A second slot of the instance still executes when its successor is there.
