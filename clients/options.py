@@ -72,6 +72,8 @@ RATE: Final = Number(1e-6, 1e6)
 """Requests a second. Times between those of lower rates are beyond those of clocks."""
 CLIENTS: Final = click.IntRange(1, 100_000)
 """Of a closed loop."""
+LONGEST_S: Final = 3_600.0
+"""Of what somebody waits for: a look, or a trial."""
 
 
 def server_option(**more: Any) -> Callable[[Any], Any]:

@@ -28,6 +28,7 @@ from paceline.clients.connection import authorization, with_port
 from paceline.clients.errors import ClientError
 from paceline.clients.load.recording import recorded_line
 from paceline.clients.options import (
+    LONGEST_S,
     ConnectionOptions,
     Seconds,
     Unusable,
@@ -60,7 +61,7 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 @click.option(
     "--interval",
     "interval_s",
-    type=Seconds(0.1, 3600),
+    type=Seconds(0.1, LONGEST_S),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

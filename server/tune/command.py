@@ -18,6 +18,7 @@ from paceline.clients.inputs import InputError
 from paceline.clients.load.mixture import MixedShape, parse_mixed_shape
 from paceline.clients.options import (
     CLIENTS,
+    LONGEST_S,
     RATE,
     ConnectionOptions,
     Seconds,
@@ -124,7 +125,7 @@ class Progress:
 @click.option("--verify/--no-verify", default=True, show_default=True,
     help="Whether the best settings are tried, on servers.")  # fmt: skip
 @click.option(
-    "--seconds", type=Seconds(0.2, 3600), default=5.0, show_default=True, help="How long they are tried each."
+    "--seconds", type=Seconds(0.2, LONGEST_S), default=5.0, show_default=True, help="How long they are tried each."
 )
 @click.option(
     "--allow-python-models", type=bool, default=False, metavar="[BOOLEAN]", help="Whether the model may be Python code."

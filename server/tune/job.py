@@ -20,6 +20,7 @@ from paceline.clients.description import metadata_of
 from paceline.clients.inputs import InputError, RandomInputs, prepare
 from paceline.clients.load.mixture import MixedShape, mixed, recorded
 from paceline.clients.load.recording import read_recording
+from paceline.clients.options import LONGEST_S
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.cpus import usable_cpus
 from paceline.server.engine import Engine, EngineSettings
@@ -162,7 +163,8 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
     load = contents_of(served, requests, order)
     rate = arrivals.rate if arrivals is not None else asked.goal.rate
     if rate and 0 < asked.seconds < FEWEST / rate:
-        needed = f"--seconds {math.ceil(FEWEST / rate)}, or --no-verify"
+        seconds = math.ceil(FEWEST / rate)
+        needed = f"--seconds {seconds}, or --no-verify" if seconds <= LONGEST_S else "--no-verify, as it is so rare"
         got = f"{plain(rate)} a second in --seconds {asked.seconds:g}"
         raise InputError(f"expected a load of {FEWEST} requests or more while it is tried, got {got}: give {needed}")
     return replace(asked.goal, contents=load.contents, recorded=arrivals, rate=rate), load

@@ -17,6 +17,7 @@ from paceline.server.tune.config_file import Change, plain, plain_time
 
 __all__ = ["PREDICTED", "Tuned"]
 
+_NAMES = ("best", "second", "third")
 _AS_GOOD = 1.05
 """A difference up to this may be chance."""
 _PREDICTED = "Figures are of this machine, and of the server from inside: gRPC and the network come on top."
@@ -135,8 +136,11 @@ class Tuned:
 
     @property
     def named(self) -> dict[str, Tried]:
-        """What is served now, and the best, by what they are called."""
-        return {"now": self.choice.now, **dict(zip(("best", "second", "third"), self.choice.best, strict=False))}
+        """What is served now, the best, and what couldn't be tried of the others, by what they are called."""
+        now, best = self.choice.now, self.choice.best
+        others = [(f"no. {place}", one) for place, one in enumerate(best[len(_NAMES) :], len(_NAMES) + 1)]
+        failed = {name: one for name, one in others if one.failure and one.setting != now.setting}
+        return {"now": now, **dict(zip(_NAMES, best, strict=False)), **failed}
 
     def table(self) -> list[tuple[str, ...]]:
         """A heading, and a row for each of `named`."""

@@ -176,6 +176,7 @@ def test_load_of_a_running_server_is_read(tmp_path: Path) -> None:
             ("--rate", "0.1", "--shape", "INPUT0=1,4"),
             "got 0.1 a second in --seconds 5: give --seconds 100, or --no-verify",
         ),
+        (("--rate", "0.001", "--shape", "INPUT0=1,4"), "got 0.001 a second in --seconds 5: give --no-verify, as"),
         (("--rate", "10"), "input 'INPUT0' has more free dimensions: give --shape INPUT0=1,N"),
     ],
 )

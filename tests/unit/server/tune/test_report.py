@@ -53,6 +53,14 @@ def test_reason_is_what_decided_for_a_setting(
     assert Tuned("m", goal, Choice(served, [served, chosen], 9), (), 0).reason() == ""
 
 
+def test_each_setting_that_could_not_be_tried_is_named() -> None:
+    now, *best = (tried(rows, RATE, 9, 100, 200, 9, 100) for rows in range(1, 6))
+    failed = replace(tried(6, RATE, 9, 100, 200, 0, 0), failure="no memory for it")
+    told = Tuned("m", RATE, Choice(now, [*best, failed, replace(now, failure="once more")], 9), (), 0)
+    assert told.caution().endswith("No. 5 couldn't be tried: no memory for it.")
+    assert [row[0] for row in told.table()[1:]] == ["now", "best", "second", "third", "no. 5"]
+
+
 HELP = (
     "It takes about 2 times the CPUs, or executions that are 3 times as fast: a smaller model, a faster CPU or a GPU."
 )
