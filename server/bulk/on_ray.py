@@ -24,7 +24,7 @@ from paceline.server.bulk.computing import Blocking
 from paceline.server.bulk.fingerprint import Plain
 from paceline.server.bulk.folder import JobFolder, Mark
 from paceline.server.bulk.memory import units_at_once
-from paceline.server.bulk.ray_actor import Actor, Done, Errand
+from paceline.server.bulk.ray_actor import Actor, Chosen, Done, Errand
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.tally import Judge, Tally
 from paceline.server.bulk.values import BulkError, Fixed, Source, Unit
@@ -52,7 +52,7 @@ class Handle(Protocol):
     def ready(self) -> _Method[[], None]: ...
 
     @property
-    def choose(self) -> _Method[[], Fixed]: ...
+    def choose(self) -> _Method[[], Chosen]: ...
 
     @property
     def do(self) -> _Method[[Fixed, str, Unit], Done]: ...
@@ -75,9 +75,11 @@ class OnRay:
         actor = self._actors[0]
         await _ready(actor, _AGAIN_S)
         try:
-            return await _answer(actor.choose.remote())
+            chosen = await _answer(actor.choose.remote())
         except RayActorError as error:
             raise BulkError(f"the actor that was to find the best batch size has ended: {error}") from error
+        _log(chosen.warnings)
+        return chosen.fixed
 
     @asynccontextmanager
     async def units(self, source: Source, folder: JobFolder, fixed: Fixed, judge: Judge) -> AsyncIterator[RayUnits]:
@@ -157,6 +159,7 @@ class RayUnits:
                 self._when_ready(actor, 1)
                 continue
             self._places.put_nowait(actor)
+            _log(done.warnings)
             tally.add(done.tally)
             self._judge(unit, [done.bad] if done.bad is not None else [])
             return done.mark
@@ -224,6 +227,11 @@ async def _ready(actor: Handle, again_s: float) -> None:
             await asyncio.sleep(again_s)
         except RayActorError as error:
             raise BulkError(f"an actor has ended for good: {error}") from error
+
+
+def _log(warnings: Sequence[logging.LogRecord]) -> None:
+    for record in warnings:
+        logging.getLogger(record.name).handle(record)
 
 
 async def _answer(answer: Awaitable[T]) -> T:

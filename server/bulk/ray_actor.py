@@ -7,11 +7,14 @@ Ray, or know of other actors.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from paceline.server.bulk.computing import Blocking, Computing, UnitWork
@@ -23,7 +26,7 @@ from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.tally import Judge, Tally
 from paceline.server.bulk.values import BadRow, BulkError, Fixed, InputFile, Shard, Source, Unit
 
-__all__ = ["Actor", "Done", "Errand"]
+__all__ = ["Actor", "Chosen", "Done", "Errand"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,21 @@ class Errand:
     cpus: int
 
 
+class Chosen(NamedTuple):
+    """What is fixed for the job, and the warnings that were logged meanwhile."""
+
+    fixed: Fixed
+    warnings: Sequence[logging.LogRecord]
+
+
 class Done(NamedTuple):
-    """A unit that is committed, what was counted meanwhile, and the first of its rows at fault."""
+    """A unit that is committed, what was counted meanwhile, the first of its rows at fault, and the warnings that were
+    logged since the last answer."""
 
     mark: Mark
     tally: Tally
     bad: BadRow | None
+    warnings: Sequence[logging.LogRecord] = ()
 
 
 class Actor:
@@ -58,14 +70,21 @@ class Actor:
         self._open = AsyncExitStack()
         self._work: asyncio.Task[UnitWork] | None = None
         self._first_bad: dict[int, BadRow] = {}
+        # Nobody reads an actor's stderr: the driver logs them, as a job without Ray does.
+        self._warnings = SimpleQueue[logging.LogRecord]()
+        handler = QueueHandler(self._warnings)
+        handler.setLevel(logging.WARNING)
+        logging.getLogger("paceline").addHandler(handler)
+        logging.getLogger("paceline.server.inference").setLevel(logging.CRITICAL)  # rows at fault are recorded
 
     async def ready(self) -> None:
         """Returns once there is an actor."""
 
-    async def choose(self) -> Fixed:
+    async def choose(self) -> Chosen:
         """As `Computing` does."""
         source = await self._blocking(self._listed)
-        return await Computing(self._errand.settings, cpus=self._errand.cpus).choose(source)
+        fixed = await Computing(self._errand.settings, cpus=self._errand.cpus).choose(source)
+        return Chosen(fixed, self._logged())
 
     async def do(self, fixed: Fixed, sign: str, unit: Unit) -> Done:
         """Raises BulkError, also if `sign`, a file of the driver's, isn't seen."""
@@ -78,7 +97,10 @@ class Actor:
             self._work = asyncio.create_task(self._begin(fixed))
         work, tally = await asyncio.shield(self._work), Tally()
         mark = await work.do(unit, tally)
-        return Done(mark, tally, self._first_bad.pop(unit.number, None))
+        return Done(mark, tally, self._first_bad.pop(unit.number, None), self._logged())
+
+    def _logged(self) -> Sequence[logging.LogRecord]:
+        return [self._warnings.get_nowait() for _ in range(self._warnings.qsize())]
 
     async def _begin(self, fixed: Fixed) -> UnitWork:
         source, settings = await self._blocking(self._listed), self._settings

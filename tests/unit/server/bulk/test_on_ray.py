@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,8 +38,14 @@ class Handle:
     """As Ray's of an actor. For each call of `do` the next of `outcomes` is raised, or what the unit becomes if there
     are no more; for calls of `ready`, those of `comebacks`."""
 
-    def __init__(self, outcomes: Sequence[Exception] = (), comebacks: Sequence[Exception] = (), bad: int = 0) -> None:
-        self.outcomes, self.comebacks, self.bad = list(outcomes), list(comebacks), bad
+    def __init__(
+        self,
+        outcomes: Sequence[Exception] = (),
+        comebacks: Sequence[Exception] = (),
+        bad: int = 0,
+        warnings: Sequence[logging.LogRecord] = (),
+    ) -> None:
+        self.outcomes, self.comebacks, self.bad, self.warnings = list(outcomes), list(comebacks), bad, warnings
         self.asked: list[int] = []
         self.do, self.ready = _Method(self._do), _Method(self._ready)
 
@@ -50,7 +57,7 @@ class Handle:
         tally = Tally(rows_read=10)
         rows = [BadRow(unit.begin + number, "odd") for number in range(self.bad)]
         tally.add_bad(rows)
-        return Done(Mark(10 - self.bad, self.bad), tally, rows[0] if rows else None)
+        return Done(Mark(10 - self.bad, self.bad), tally, rows[0] if rows else None, self.warnings)
 
     async def _ready(self) -> None:
         if self.comebacks:
@@ -114,6 +121,12 @@ async def test_actors_refusal_is_told_in_its_words() -> None:
 async def test_rows_at_fault_of_all_actors_end_job() -> None:
     with pytest.raises(BulkError, match=r"more rows are at fault than the 3 .*; one of them, in.parquet, row \d+: odd"):
         await done_by(Handle(bad=1), Handle(bad=1), max_bad=MaxBad(rows=3))
+
+
+async def test_actors_warnings_are_the_drivers(caplog: pytest.LogCaptureFixture) -> None:
+    warning = logging.LogRecord("paceline.model", logging.WARNING, "", 0, "slow on this node", (), None)
+    await done_by(Handle(warnings=[warning]))
+    assert ("paceline.model", logging.WARNING, "slow on this node") in caplog.record_tuples
 
 
 @pytest.mark.parametrize(

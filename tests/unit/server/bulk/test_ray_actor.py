@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +15,22 @@ import pytest
 
 from paceline.server.bulk.fingerprint import fingerprint
 from paceline.server.bulk.ray_actor import Actor, Errand
-from paceline.server.bulk.settings import BulkSettings
+from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.sources import find_source
 from paceline.server.bulk.values import BulkError, Fixed, Unit
 from tests import models
 
 FIXED = Fixed(unit_rows=10, chunk_rows=10, chunk_bytes=1000, batch_rows=1, intra_op_threads=1)
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before() -> Iterator[None]:
+    """An actor has its process for itself."""
+    ours, inference = map(logging.getLogger, ("paceline", "paceline.server.inference"))
+    handlers, level = list(ours.handlers), inference.level
+    yield
+    ours.handlers = handlers
+    inference.setLevel(level)
 
 
 @pytest.fixture
@@ -52,6 +65,16 @@ async def test_node_without_the_input_says_where(errand: Errand, tmp_path: Path)
 async def test_node_without_the_folder_is_refused(errand: Errand, tmp_path: Path) -> None:
     with pytest.raises(BulkError, match=f"can't go to {tmp_path}/none, where the job was started: No such file"):
         await Actor(replace(errand, home=str(tmp_path / "none"))).choose()
+
+
+async def test_caution_goes_to_the_driver(errand: Errand, tmp_path: Path) -> None:
+    column = pa.array([None] * 2, pa.list_(pa.float32()))
+    pq.write_table(pa.table({"INPUT0": column}), tmp_path / "in.parquet")
+    settings = replace(errand.settings, max_bad=MaxBad(share=1.0))
+    files = find_source(settings.inputs).files
+    chosen = await Actor(Errand(settings, os.getcwd(), errand.facts, files, 1)).choose()
+    (caution,) = pickle.loads(pickle.dumps(chosen.warnings))
+    assert caution.getMessage().startswith("none of the first 2 rows could be computed: column 'INPUT0'")
 
 
 async def test_node_that_shares_no_output_is_refused(errand: Errand, tmp_path: Path) -> None:
