@@ -41,6 +41,7 @@ _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
 CANCEL: Final = "paceline_cancel"
+ENDED: Final = "the server ended the stream"
 # paceline's error for each request on a stream from when it begins to stop until it ends the stream. Behind a load
 # balancer, another stream may lead to another server.
 _STOPPING: Final = "the server is stopping"
@@ -211,7 +212,7 @@ class _Stream:
 
     async def _read(self) -> None:
         """Hand out answers until the stream ends, and then the reason to all requests that still wait."""
-        reason: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
+        reason: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, ENDED)
         has_answered = False
         try:
             while (message := await self._call.read()) is not EOF:

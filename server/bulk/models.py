@@ -35,6 +35,7 @@ from paceline.clients.errors import (
 )
 from paceline.clients.messages import InferResult
 from paceline.clients.options import ConnectionOptions
+from paceline.clients.streams import ENDED
 from paceline.server.bulk.execution import NOT_THE_ROWS
 from paceline.server.bulk.settings import Parameters
 from paceline.server.bulk.values import BulkError
@@ -184,6 +185,8 @@ _MOST_CALLS = 64
 """Of one row each: enough to fill a server's batches."""
 _TOO_LARGE = ("larger than max", "one message can carry", "--max-request-elements")
 """What gRPC and servers say of a request that is too large by itself, rather than one too many."""
+_OF_STREAMS = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED})
+"""What may be the fault of streams alone."""
 _LOST = "RST_STREAM"
 """In what gRPC says of a call whose connection has broken, if it doesn't say that it is unavailable."""
 
@@ -233,15 +236,19 @@ class ServerModel:
         try:
             return await self._asked(self._streams, inputs, outputs)
         except InferenceError as error:
-            if not (error.status is grpc.StatusCode.UNKNOWN or _LOST in error.message):
+            is_lost = _LOST in error.message
+            if not (is_lost or error.status in _OF_STREAMS or error.message == ENDED):
                 raise
         # Streams of other servers don't tell an error's status, which says whether the rows are at fault.
         try:
-            return await self._asked(self._calls, inputs, outputs)
+            answer = await self._asked(self._calls, inputs, outputs)
         except Internal as error:
             if _LOST not in error.message:
                 raise
             raise Unavailable(grpc.StatusCode.UNAVAILABLE, error.message) from error
+        if not is_lost:  # the server has no streams, or, as MLServer, others than the protocol's
+            self._streams = self._calls
+        return answer
 
     async def _asked(
         self, client: InferenceClient, inputs: Mapping[str, Array], outputs: Sequence[str]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -15,6 +16,7 @@ from onnxruntime import InferenceSession
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import Array, Tensors
 from paceline.clients.options import ConnectionOptions
+from paceline.protos import inference_pb2 as pb
 from paceline.server.bulk.models import ServerModel, server_model
 from paceline.server.bulk.settings import Parameters
 from paceline.server.bulk.values import BulkError
@@ -27,6 +29,8 @@ from tests.integration.computing_rows import Became, rows_became
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async
 from tests.ports import free_port
+from tests.unit.clients.peer import Peer
+from tests.unit.clients.peer import serving as serving_peer
 
 BATCHED = "max_batch_size: 8 dynamic_batching { }"
 NUMBERS = {number: [float(number)] for number in range(20)}
@@ -66,6 +70,25 @@ async def test_row_that_the_model_refuses_is_found(tmp_path: Path) -> None:
     assert became.outputs == {number: row for number, row in NUMBERS.items() if number != 5}
     assert became.reasons.keys() == {5}
     assert "5 is out of range" in became.reasons[5]
+
+
+class OtherStreams(Peer):
+    """As MLServer: a stream ends with its first answer, which is no ModelStreamInferResponse, but reads as if it were
+    an error."""
+
+    def ModelStreamInfer(
+        self, requests: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        yield pb.ModelStreamInferResponse(error_message=next(requests).model_name)
+
+
+@pytest.mark.parametrize("kind", [Peer, OtherStreams])
+async def test_server_without_such_streams_is_called(kind: type[Peer]) -> None:
+    with serving_peer(kind()) as peer:
+        for tensors in (peer.model.inputs, peer.model.outputs):
+            tensors.add(name="a", datatype="FP32", shape=[-1, 1])
+        async with server_model(peer.target, "m", access=ConnectionOptions(), parameters={}, batch_rows=1) as model:
+            assert await rows_became(model, column()) == Became(NUMBERS)
 
 
 async def test_full_queue_is_waited_for(tmp_path: Path) -> None:
