@@ -203,7 +203,7 @@ class Summary:
             read = tally.rows_before + tally.rows_read
             of = f" of the {read:,} read" if tally.rows_computed < tally.rows_read else ""
             earlier = f", {tally.rows_bad_before:,} of them found earlier" if tally.rows_bad_before else ""
-            lines.append(f"at fault: {several(rows_bad, 'row')} ({100 * rows_bad / max(1, read):.2g} %{of}{earlier})")
+            lines.append(f"at fault: {several(rows_bad, 'row')} ({100 * rows_bad / max(1, read):.3g} %{of}{earlier})")
             lines += [f"{count:>12,}  {reason}" for reason, count in tally.reasons.commonest(_SHOWN_REASONS)]
         lines.append(f"in all: {duration(self.elapsed_s)}, {size(self.peak_memory_bytes)} of memory at most")
         out = self.settings.out

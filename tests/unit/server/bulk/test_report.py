@@ -188,6 +188,12 @@ def test_finished_job_says_rows_speed_batches_and_place() -> None:
     ]
 
 
+def test_all_rows_at_fault_are_a_hundred_per_cent() -> None:
+    one = summary(units_done=4, rows_read=10)
+    one.tally.add_bad([BadRow(place, "no text") for place in range(10)])
+    assert one.text().splitlines()[2] == "at fault: 10 rows (100 %)"
+
+
 def test_rows_at_fault_come_with_their_commonest_reasons() -> None:
     one = summary(units_done=4, rows_read=4000)
     for letter, times in zip("abcdef", (1, 20, 3, 4, 5, 7), strict=True):
@@ -232,7 +238,7 @@ def test_stopped_job_counts_what_was_computed() -> None:
     one = replace(summary(rows_read=2492, rows_executed=1890, rows_bad=10), outcome=Outcome.STOPPED, why="by SIGINT")
     assert one.text().splitlines()[1:3] == [
         "this time: 1,900 rows in 1 min 20 s, 23.8 rows/s",
-        "at fault: 10 rows (0.4 % of the 2,492 read)",
+        "at fault: 10 rows (0.401 % of the 2,492 read)",
     ]
     assert json.loads(one.as_json())["rows_per_s"] == 1900 / 80
 
