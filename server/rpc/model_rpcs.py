@@ -140,7 +140,8 @@ def statistics_message(name: str, version: str, statistics: VersionStatistics) -
         inference_stats=pb.InferStatistics(
             success=_duration(statistics.requests.count, statistics.requests.total_ns),
             fail=_duration(statistics.failed, statistics.failure_ns),
-            queue=_duration(executed, statistics.queue.total_ns),
+            # As in Triton, hits are among those that have left the queue: they waited for no time.
+            queue=_duration(executed + statistics.cache_hit.count, statistics.queue.total_ns),
             compute_input=_duration(executed, statistics.input_ns),
             compute_infer=_duration(executed, statistics.infer_ns),
             compute_output=_duration(executed, statistics.output_ns),

@@ -40,6 +40,9 @@ async def test_equal_request_is_answered_without_an_execution(tmp_path: Path) ->
         assert mark_of(await served.infer(request(8, priority=0, timeout=10**6))) == 8
         assert mark_of(await served.infer(request(8, paceline_deadline_us=10**7))) == 8
         assert await hits_and_misses(served) == (3, 2)
+        (one,) = (await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))).model_stats
+        times = one.inference_stats
+        assert (times.success.count, times.queue.count, times.compute_infer.count) == (5, 5, 2)
         counted = await served.metrics()
     assert script.seen == [[7], [8]]
     assert totals(counted)["success"] == 5
