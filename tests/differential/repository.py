@@ -1,4 +1,5 @@
-"""The models that both servers have: `model.py` beside this file, under many configurations.
+"""The models that both servers have: `model.py` beside this file, under many configurations, and the puppets of
+`tests.triton_puppet`.
 
 Lives here: the configurations, as data. Must not: servers, requests. To add a model, add a line to MODELS.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.triton_puppet import SOURCE
 
 __all__ = ["DATATYPES", "MODELS", "model_config", "write_model", "write_repository"]
 
@@ -85,9 +88,14 @@ def write_repository(root: Path, models: Mapping[str, str] = MODELS) -> Path:
 
 
 def write_model(folder: Path, config: str, versions: Sequence[int] = (1,)) -> None:
-    """Write one model's folder."""
+    """Write one model's folder. One that isn't told its `outputs` runs what its requests say."""
     for version in versions:
         (folder / str(version)).mkdir(parents=True)
-        shutil.copy(Path(__file__).with_name("model.py"), folder / str(version))
+        if 'backend: "python"' not in config:
+            continue  # an ensemble
+        if 'key: "outputs"' in config:
+            shutil.copy(Path(__file__).with_name("model.py"), folder / str(version))
+        else:
+            (folder / str(version) / "model.py").write_text(SOURCE)
     (folder / "config.pbtxt").write_text(config)
     (folder / "labels.txt").write_text("\n".join(LABELS))

@@ -12,6 +12,7 @@ from paceline.protos import inference_pb2 as pb
 from tests.differential.calls import CALLS, HARMFUL
 from tests.differential.comparing import Call, answer_of, faults_here
 from tests.differential.pair import One, serving_here, shared_objects
+from tests.differential.scenes import SCENES
 from tests.harness import REPO
 
 
@@ -44,7 +45,7 @@ def test_call_is_answered_as_expected(call: Call, here: One) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("row", sorted({call.row for call in (*CALLS, *HARMFUL) if call.row}))
+@pytest.mark.parametrize("row", sorted({one.row for one in (*CALLS, *HARMFUL, *SCENES) if one.row}))
 def test_difference_has_a_row_in_the_table_of_deviations(row: str) -> None:
     table = (
         (REPO / "docs" / "protocol.md").read_text(encoding="utf-8").partition("## Where this differs from Triton")[2]
@@ -52,5 +53,6 @@ def test_difference_has_a_row_in_the_table_of_deviations(row: str) -> None:
     assert sum(line.startswith(f"| {row}") for line in table.splitlines()) == 1
 
 
-def test_difference_of_status_always_names_its_row() -> None:
+def test_difference_always_names_its_row() -> None:
     assert not [call.what for call in (*CALLS, *HARMFUL) if call.here and not call.row]
+    assert not [scene.what for scene in SCENES if (scene.here is not None or scene.counts_here) and not scene.row]
