@@ -51,6 +51,25 @@ async def test_step_that_starts_anew_outlives_lost_states(waits: bool) -> None:
     assert (anew.result(), behind.result()) == ("x", "xy")
 
 
+async def test_failed_step_at_the_batcher_is_followed_by_none_without_the_lost_state() -> None:
+    bench = Bench(instances=2, max_batch_rows=1)
+    await bench.send(1, "a", start=True)
+    await bench.finish(next(number for number, runner in enumerate(bench.runners) if runner.busy))
+    await bench.send(3, "other", start=True)
+    lost = next(number for number, runner in enumerate(bench.runners) if runner.busy)
+    await bench.send(1, "b")
+    behind = await bench.send(1, "c")
+    bench.lost.add("a")
+    bench.runners[lost].fail(OSError("gone"))
+    await one_turn()
+    bench.runners[1 - lost].fail(ValueError("no"))
+    await one_turn()
+    with pytest.raises(NotStarted, match="the instance of the model that held it was lost"):
+        behind.result()
+    assert bench.batcher.sequences.ended[SequenceEnd.INSTANCE_LOST] == 1
+    bench.batcher.close()
+
+
 async def test_second_loss_finds_a_sequence_whose_state_was_lost_before() -> None:
     bench = Bench(instances=2, max_batch_rows=1)
     await bench.send(1, "a", start=True)

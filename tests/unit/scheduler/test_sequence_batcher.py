@@ -111,30 +111,49 @@ async def test_executing_step_counts_though_its_caller_has_gone() -> None:
     bench.batcher.close()
 
 
-@pytest.mark.parametrize("fate", ["cancelled", "expired"])
+@pytest.mark.parametrize("fate", ["cancelled", "expired", "timed out"])
 async def test_sequence_ends_where_a_waiting_step_is_lost(fate: str) -> None:
     bench = Bench()
     await bench.send(7, "a", start=True)
     before = await bench.send(7, "b")
-    lost = await bench.send(7, "c", deadline_ns=bench.clock.now_ns() + MS if fate == "expired" else NEVER)
+    deadline_ns = bench.clock.now_ns() + MS if fate == "expired" else NEVER
+    lost = await bench.send(7, "c", deadline_ns=deadline_ns, timeout_ns=MS if fate == "timed out" else 0)
     after = await bench.send(7, "d", end=True)
-    if fate == "expired":
-        bench.clock.advance(MS)
+    if fate == "cancelled":
+        lost.cancel()
+    else:
+        bench.clock.advance(MS - 1)
+        assert not lost.ended
+        bench.clock.advance(1)
         with pytest.raises(QueueTimeout):
             lost.result()
-    else:
-        lost.cancel()
     await one_turn()
-    with pytest.raises(NotStarted, match=f"START flag.*: a step of it {'waited' if fate == 'expired' else 'was'}"):
+    with pytest.raises(NotStarted, match=f"START flag.*: a step of it {'was' if fate == 'cancelled' else 'waited'}"):
         after.result()
     _, error = bench.refusal(7, "e")
     assert isinstance(error, NotStarted)
     await bench.finish()
     await bench.finish()
     assert before.result() == "ab"
-    why = {"cancelled": SequenceEnd.CANCELLED, "expired": SequenceEnd.EXPIRED}[fate]
+    why = SequenceEnd.CANCELLED if fate == "cancelled" else SequenceEnd.EXPIRED
     assert bench.batcher.sequences.ended[why] == 1
     assert bench.seen.count(Drop.SEQUENCE_ENDED) == 1
+
+
+async def test_first_step_of_a_passed_deadline_loses_those_behind() -> None:
+    bench = Bench(SequencePolicy(max_sequences=1))
+    await bench.send(1, "a", start=True)
+    deadline_ns = bench.clock.now_ns() + MS
+    other, first, *behind = [
+        await bench.send(id_, name, start=name in "bc", deadline_ns=deadline_ns)
+        for id_, name in ((2, "b"), (3, "c"), (3, "d"), (3, "e"))
+    ]
+    bench.clock.advance(MS)
+    await one_turn()
+    errors = [type(one.exception()) for one in (other, first, *behind)]
+    assert errors == [QueueTimeout, QueueTimeout, NotStarted, NotStarted]
+    assert bench.batcher.sequences.ended[SequenceEnd.EXPIRED] == 2
+    bench.batcher.close()
 
 
 @pytest.mark.parametrize("lost_at", ["sequence", "batcher"])

@@ -97,6 +97,19 @@ async def test_steps_that_start_anew_outlive_a_lost_instance(instances: int) -> 
     bench.batcher.close()
 
 
+async def test_step_taken_back_of_a_lost_instance_may_be_cancelled() -> None:
+    bench = Bench(PLACES)
+    await bench.send(1, "a", start=True)
+    taken_back = await bench.send(2, "b", start=True)
+    bench.runners[0].fail(OSError("lost"))
+    await one_turn()
+    assert bench.batcher.sequences.waiting == bench.batcher.waiting_requests == 1
+    taken_back.cancel()
+    await one_turn()
+    assert bench.batcher.sequences.waiting == bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
 def bare(policy: SequencePolicy) -> tuple[Sequences[Request[str, str]], list[Request[str, str]]]:
     """Without a batcher; and first steps of three sequences."""
     requests: list[Request[str, str]] = [Request("", 1, "k") for _ in range(3)]
@@ -112,6 +125,16 @@ def test_free_places_of_a_lost_instance_are_gone() -> None:
     sequences.lose_instance(0, 0)
     assert [sequences.arrive(request) for request in requests] == [None] * 3
     assert (sequences.live, sequences.waiting) == (2, 1)
+
+
+def test_idle_sequences_of_a_lost_instance_are_over() -> None:
+    sequences, (request, *_) = bare(PLACES)
+    sequences.add_instance(0, 0)
+    assert sequences.arrive(request) is None
+    sequences.left(request, 0, None)
+    sequences.lose_instance(0, 0)
+    assert (sequences.live, sequences.ids) == (0, [])
+    assert sequences.ended[SequenceEnd.INSTANCE_LOST] == 1
 
 
 def test_late_end_leaves_the_successors_places_alone() -> None:
@@ -194,18 +217,28 @@ async def test_successor_tells_why_a_sequence_is_gone() -> None:
     _, error = new.refusal(7, "b")
     assert "must specify the START flag" in str(error)
     assert "loaded again" in str(error)
+    # Until another one has begun.
+    await new.send(7, "c", start=True, end=True)
+    _, error = new.refusal(7, "d")
+    assert "must specify the START flag" in str(error)
+    assert "loaded again" not in str(error)
     old.batcher.close()
     new.batcher.close()
 
 
-async def test_suspended_batcher_refuses_until_there_is_an_instance() -> None:
-    bench = Bench(SequencePolicy(max_sequences=1))
-    await bench.send(7, "a", start=True)
-    waiting = await bench.send(8, "b", start=True)
+@pytest.mark.parametrize("policy", [SequencePolicy(max_sequences=1), SequencePolicy(places=1)], ids=["all", "held"])
+@pytest.mark.parametrize("id_", [7, 8], ids=["follower", "other"])
+async def test_suspended_batcher_refuses_until_there_is_an_instance(policy: SequencePolicy, id_: int) -> None:
+    bench = Bench(policy)
+    await bench.send(7, "a", start=True, end=id_ == 7)
+    waiting = await bench.send(id_, "b", start=True)
     bench.batcher.suspend()
     await one_turn()
     with pytest.raises(NoInstance):
         waiting.result()
+    assert bench.batcher.sequences.waiting == 0
     _, error = bench.refusal(7, "c")
     assert isinstance(error, NoInstance)
+    await bench.finish()
+    assert bench.batcher.sequences.ended[SequenceEnd.REFUSED] == 1
     bench.batcher.close()
