@@ -1,8 +1,9 @@
-"""Steps that wait, are late, or are cancelled: what becomes of their sequences, on either server."""
+"""Requests that wait, are late, or are cancelled: what becomes of them and their sequences, on either server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,8 +15,9 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.differential.comparing import Call, answer_of
 from tests.differential.messages import load
 from tests.differential.pair import Both, One, serving_both
-from tests.differential.scenes import ADDED, MODELS, SLOW, step
+from tests.differential.scenes import ADDED, MODELS, SLOW, asking, step
 from tests.differential.test_counts import counts
+from tests.differential.test_scenes import counted, differences
 from tests.polling import eventually
 
 NEEDED = ("memory", "forgetful", "places", "plain", "chain")
@@ -114,3 +116,16 @@ def test_sequence_outlives_a_load_that_changes_nothing(one: One) -> None:
 def test_only_tritons_ensembles_answer_with_parameters(one: One, keeping: Both) -> None:
     told = sent(one, step(4, "response = answer(1)", "chain", start=True)).result().parameters
     assert {*told} == ({"sequence_id", "sequence_start", "sequence_end"} if one is keeping.triton else set())
+
+
+def test_cancelled_requests_are_answered_only_in_triton(one: One, keeping: Both, tmp_path: Path) -> None:
+    """Of a model that batches nothing dynamically."""
+    begun, before = tmp_path / "begun", counted(one, "plain")
+    calls = [sent(one, asking("plain", f"open({str(begun)!r}, 'w').close(); {SLOW}response = answer(1)"))]
+    eventually(begun.exists, "an execution")
+    calls.append(sent(one, asking("plain", "response = answer(2)")))
+    eventually(lambda: counts(one, "plain")["nv_pending_request_count"] == 1, "one that waits")
+    for call in calls:
+        call.cancel()
+    expected = {"plain": (2, 0, 2, 2) if one is keeping.triton else (0, 2, 1, 1)}
+    eventually(lambda: not differences(one, {"plain": before}, expected), f"{expected}")
