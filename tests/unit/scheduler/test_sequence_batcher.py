@@ -188,6 +188,22 @@ async def test_lost_step_that_was_at_the_batcher_ends_its_sequence() -> None:
     bench.batcher.close()
 
 
+@pytest.mark.parametrize("fate", ["succeeds", "fails", "is cancelled"])
+async def test_last_step_is_a_reason_only_if_it_fails(fate: str) -> None:
+    bench = Bench()
+    last = await bench.send(7, "a", start=True, end=True)
+    if fate == "is cancelled":
+        last.cancel()
+    if fate == "fails":
+        bench.runners[0].fail(ValueError("no"))
+        await one_turn()
+    else:
+        await bench.finish()
+    _, error = bench.refusal(7, "b")
+    assert isinstance(error, NotStarted)
+    assert ("the last step of it failed" in str(error)) == (fate == "fails")
+
+
 async def test_suspect_that_is_cancelled_ends_its_sequence() -> None:
     bench = Bench()
     steps = [bench.refusal(id_, f"{id_}", start=True)[0] for id_ in (1, 2)]

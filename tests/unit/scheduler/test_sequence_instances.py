@@ -226,6 +226,14 @@ async def test_successor_tells_why_a_sequence_is_gone() -> None:
     new.batcher.close()
 
 
+async def test_why_sequences_are_gone_is_remembered_of_the_last_ones() -> None:
+    bench = Bench()
+    bench.batcher.sequences.remember(range(1, 5_000))
+    told = ["loaded again" in str(bench.refusal(id_, "b")[1]) for id_ in (1, 4_999)]
+    assert told == [False, True]
+    bench.batcher.close()
+
+
 @pytest.mark.parametrize("policy", [SequencePolicy(max_sequences=1), SequencePolicy(places=1)], ids=["all", "held"])
 @pytest.mark.parametrize("id_", [7, 8], ids=["follower", "other"])
 async def test_suspended_batcher_refuses_until_there_is_an_instance(policy: SequencePolicy, id_: int) -> None:
