@@ -78,9 +78,12 @@ if not last:
 """
 
 
-def asking(model: str, code: str, id: str = "", **parameters: object) -> pb.ModelInferRequest:
-    """A request of one row, with the number 1, by which the model runs `code`."""
-    return infer(model, {"x": np.array([[1]], np.int64)}, outputs=["y"], id=id, parameters={"run": code, **parameters})
+def asking(
+    model: str, code: str, id: str = "", number: int = 1, outputs: Sequence[str] = ("y",), **parameters: object
+) -> pb.ModelInferRequest:
+    """A request of one row, which is `number`, by which the model runs `code`."""
+    inputs = {"x": np.array([[number]], np.int64)}
+    return infer(model, inputs, outputs=outputs, id=id, parameters={"run": code, **parameters})
 
 
 def step(

@@ -97,6 +97,7 @@ class TritonProcess:
             *program,
             f"--model-repository={self._repository}",
             f"--backend-directory={_backends(self._folder)}",
+            f"--cache-directory={_distribution() / 'caches'}",
             "--grpc-address=127.0.0.1",
             f"--grpc-port={self.grpc_port}",
             "--allow-http=false",
