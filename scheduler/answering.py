@@ -209,8 +209,9 @@ class Answers:
             return
         waits_ns: list[int] = []
         refused = cancelled = 0
+        goes_on = {*unfinished}
         for request in failed if outcome.error else batch.requests:
-            if request in unfinished:
+            if request in goes_on:
                 continue
             if not request.answered and request.cancelled():
                 cancelled += 1

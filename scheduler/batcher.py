@@ -206,13 +206,11 @@ class Batcher(Generic[P, R]):
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        refused: list[Request[P, R]] = []
-        for request in self._queue.take_all():
-            if is_taken(request):
-                self._answers.elsewhere(request)
-            else:
-                refused.append(request)
-        self._answers.give_up((*refused, *self._recovery.take_all()), Drop.NO_INSTANCE, NoInstance)
+        waiting = dict.fromkeys(self._queue.take_all())
+        for request in filter(is_taken, [*waiting]):
+            del waiting[request]
+            self._answers.elsewhere(request)
+        self._answers.give_up((*waiting, *self._recovery.take_all()), Drop.NO_INSTANCE, NoInstance)
         self._turns.take()
 
     def flush(self) -> None:
@@ -392,8 +390,9 @@ class Batcher(Generic[P, R]):
         """Learn that a request's caller has gone."""
         waited = self._queue.cancel(request)
         # What has begun of a step, the next one builds on.
-        if not waited and self.policy.sequences is None:
-            self._instances.call_off()
+        if not waited and self.policy.sequences is None and not self._instances.calls_off:
+            self._instances.calls_off = True  # soon, once for all that are cancelled together
+            self._loop.call_soon(self._instances.call_off)
         if waited or self._recovery.suspects:
             self._turns.request()
         self._answers.cancelled(request, waited=waited)

@@ -248,8 +248,8 @@ class Watchdog(Generic[T]):
 
 class Instances(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next, `slots`
-    are free. `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`, `hands_ahead` as
-    in its policy."""
+    are free. `calls_off`: `call_off` is due. `replacer` is notified of runners that were given up. `instance_of` is as
+    in `Batcher`, `hands_ahead` as in its policy."""
 
     def __init__(
         self,
@@ -267,6 +267,7 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of
         self._on_given_up = on_given_up
         self._watchdog: Watchdog[Runner[P, R]] | None = None
+        self.calls_off = False
         self.slots: Slots[Runner[P, R]] = Slots(instance_of)
         self.running: dict[Runner[P, R], Batch[Request[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead(at_once=hands_ahead)
@@ -369,10 +370,9 @@ class Instances(Generic[P, R]):
 
     def call_off(self) -> None:
         """End executions that nobody waits for any more, where the runner can."""
+        self.calls_off = False
         for runner, batch in self.running.items():
-            # From the end: a caller that cancels many requests does so in the order of sending, so the last one settles
-            # it at once.
-            if all(request.cancelled() for request in reversed(batch.requests)):
+            if all(request.cancelled() for request in batch.requests):
                 runner.call_off()
 
     # hot path

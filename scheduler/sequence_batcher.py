@@ -164,18 +164,18 @@ class SequenceBatcher(Generic[P, R]):
                 self._answers.count(drop)
             return [refusal() for _ in group]
         now_ns, sequences = self._clock.now_ns(), self.sequences
-        refused: dict[Request[P, R], SchedulerError] = {}
+        refusals: dict[Request[P, R], SchedulerError | None] = dict.fromkeys(group)
         for request in group:
             request.batcher = self
             request.arrived_ns = request.arrived_ns or now_ns
             error = sequences.arrive(request)
             if error is not None:
-                refused[request] = error
+                refusals[request] = error
                 if isinstance(error, QueueFull):
                     self._answers.count(FULL[error.what])
         # Those that go on at once are not waited for by anybody yet: if the batcher refuses one, that is its answer.
-        self._go_on(now_ns, group, refused)
-        return [refused.get(request) for request in group] if refused else ()
+        self._go_on(now_ns, refusals)
+        return [*refusals.values()] if any(refusals.values()) else ()
 
     def end_sequence(self, id_: int | str) -> None:
         """There are no further steps of a sequence, whose last one didn't say so."""
@@ -260,14 +260,9 @@ class SequenceBatcher(Generic[P, R]):
         self._go_on(now_ns)
 
     # hot path
-    def _go_on(
-        self,
-        now_ns: int,
-        arrived: Sequence[AnyRequest] = (),
-        refused: dict[Request[P, R], SchedulerError] | None = None,
-    ) -> None:
+    def _go_on(self, now_ns: int, arrived: dict[Request[P, R], SchedulerError | None] | None = None) -> None:
         """Carry out what was decided: steps go to their batcher, and what can't follow fails. Of those that have just
-        `arrived`, what the batcher refuses is noted in `refused`."""
+        `arrived`, that is noted there."""
         if self._is_sending:
             return  # a batcher has told of requests while it was handed others
         self._is_sending = True
@@ -288,8 +283,8 @@ class SequenceBatcher(Generic[P, R]):
                 for step, error in zip(steps, errors, strict=False):
                     if error is None:
                         pass
-                    elif refused is not None and step in arrived:
-                        refused[step] = error
+                    elif arrived is not None and step in arrived:
+                        arrived[step] = error
                         sequences.refuse(step, now_ns)
                     else:
                         is_late = isinstance(error, DeadlineExceeded)
@@ -299,8 +294,8 @@ class SequenceBatcher(Generic[P, R]):
         if sequences.dropped:
             dropped, sequences.dropped = sequences.dropped, []
             for request, why in dropped:
-                if refused is not None and request in arrived:
-                    refused[request] = why
+                if arrived is not None and request in arrived:
+                    arrived[request] = why
                     self._answers.count(Drop.SEQUENCE_ENDED)
                 else:
                     self._answers.drop(request, Drop.SEQUENCE_ENDED, why)

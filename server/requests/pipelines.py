@@ -8,7 +8,7 @@ request, and nobody waits for its other steps any more; tensors pass from step t
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
@@ -43,33 +43,31 @@ class Pipelines:
         self.give_up = give_up
         self.on_step: Callable[[], object] | None = None
         """Called after each step that was handed over, if somebody wants to know."""
-        # By ensemble, version and sequence: what waits until the request before it has ended. Its steps may be executed
-        # side by side with those of others, and models with sequences must see them in order, also where one load of
-        # the ensemble takes the place of another.
-        self._sequences: dict[tuple[str, str, int | str], deque[PipelineRun]] = {}
+        # By ensemble, version and sequence: its requests, of which the first has started. Each other waits until that
+        # before it has ended: steps of both may be executed side by side, and models with sequences must see them in
+        # order, also where one load of the ensemble takes the place of another.
+        self._sequences: dict[tuple[str, str, int | str], OrderedDict[PipelineRun, None]] = {}
 
     def enter(self, run: PipelineRun) -> None:
         """Start `run` when no other of its sequence is under way."""
-        key = run.sequence
-        if key is None:
-            run.start()
-        elif key in self._sequences:
-            self._sequences[key].append(run)
-        else:
-            self._sequences[key] = deque()
-            run.start()
+        if run.sequence is not None:
+            runs = self._sequences.setdefault(run.sequence, OrderedDict())
+            runs[run] = None
+            if len(runs) > 1:
+                return
+        run.start()
 
     def leave(self, run: PipelineRun) -> None:
         """`run` has ended."""
-        key = run.sequence
-        if key is None:
+        if run.sequence is None:
             return
-        if run in self._sequences[key]:
-            self._sequences[key].remove(run)
-        elif self._sequences[key]:
-            self._sequences[key].popleft().start()
-        else:
-            del self._sequences[key]
+        runs = self._sequences[run.sequence]
+        had_started = next(iter(runs)) is run
+        del runs[run]
+        if not runs:
+            del self._sequences[run.sequence]
+        elif had_started:
+            next(iter(runs)).start()
 
 
 class PipelineRun:

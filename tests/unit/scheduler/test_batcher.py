@@ -167,8 +167,10 @@ async def test_execution_is_called_off_once_all_its_requests_are_cancelled_and_n
     await one_turn()
     first.cancel()
     third.cancel()
+    await one_turn()
     assert left.called_off == right.called_off == []
     second.cancel()
+    await one_turn()
     assert (left.called_off, right.called_off) == ([["a", "b"]], [])
     left.fail(asyncio.CancelledError())
     right.finish(str.upper)
@@ -179,6 +181,17 @@ async def test_execution_is_called_off_once_all_its_requests_are_cancelled_and_n
     assert await again == "E"
     assert sum(report.failed for report in bench.seen.reports) == 0
     assert sum(report.cancelled for report in bench.seen.reports) + bench.seen.count(Drop.CANCELLED) == 3
+    bench.batcher.close()
+
+
+async def test_executions_cancelled_together_are_called_off_once() -> None:
+    bench = Bench(BatchPolicy(), instances=50)
+    futures = bench.put(*map(str, range(50)))
+    await one_turn()
+    for future in futures:
+        future.cancel()
+    await one_turn()
+    assert [len(runner.called_off) for runner in bench.runners] == [1] * 50
     bench.batcher.close()
 
 
