@@ -52,12 +52,13 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OpenRequest(ABC):
-    """A request with its `inputs`, as the model sees them, and what its caller said besides. `outputs` are the indices
-    of those that are wanted. `step`: what it is in its sequence, if it says so; `row`: where that is in a batch, -1 for
-    anywhere. `execution`: by which of its process's executions the model got it. `takes_one`: its caller takes a single
-    answer. `arrived_ns`: when it came; 0 for one that is made up. `deadline_ns`: when its caller gives up; `ends_ns`:
-    when it is to end with what there is. All monotonic. `wanted`: what a model that generates has read of it before it
-    was handed over, if anything."""
+    """A request with its `inputs`, as the model sees them, and what its caller said besides. Where they have to be read
+    first they are `given`, and `inputs` are there only while its instance takes it; what is given may go as soon as
+    nobody waits for the request. `outputs` are the indices of those that are wanted. `step`: what it is in its
+    sequence, if it says so; `row`: where that is in a batch, -1 for anywhere. `execution`: by which of its process's
+    executions the model got it. `takes_one`: its caller takes a single answer. `arrived_ns`: when it came; 0 for one
+    that is made up. `deadline_ns`: when its caller gives up; `ends_ns`: when it is to end with what there is. All
+    monotonic. `wanted`: what a model that generates has read of it before it was handed over, if anything."""
 
     inputs: Tensors
     outputs: Sequence[int]
@@ -66,6 +67,7 @@ class OpenRequest(ABC):
     arrived_ns: int = field(init=False, default=0)
     step: Step | None = field(init=False, default=None)
     row: int = field(init=False, default=-1)
+    given: Tensors = field(init=False, default=())
     execution: int = field(init=False, default=0)
     timeout_us: int = field(init=False, default=0)
     deadline_ns: int = field(init=False, default=NEVER)

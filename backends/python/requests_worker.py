@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.backends.python import messages
 from paceline.backends.python.calls_worker import EXECUTION, Calls
-from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array
+from paceline.backends.python.loaded_model import EXECUTION_ERROR, LoadedModel, as_array, print_error
 from paceline.backends.spec import MISSING, Array
 from paceline.backends.transport.blocking_link import BlockingLink
 from paceline.backends.transport.parcel import Message
@@ -269,13 +269,15 @@ class Desk:
         self.link.send(messages.TAKEN)
 
     def _listen(self) -> None:
-        """Receive from the server until it goes, or this fails; then the process is of no use."""
+        """Receive from the server until it goes."""
         try:
             while (came := self.link.receive_all()) is not None:
                 for message in came:
                     self._hear(message)
-        finally:
-            self.tasks.put((messages.CLOSE, ()))
+        except BaseException as error:  # noqa: BLE001 - printed; the server learns of it by the end of the process
+            print_error(error)
+            os._exit(1)  # threads of the model may wait for what will never be heard
+        self.tasks.put((messages.CLOSE, ()))
 
     def _hear(self, message: Message) -> None:
         kind, *content = message

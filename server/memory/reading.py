@@ -31,7 +31,7 @@ import numpy as np
 
 from paceline.backends.base import DeviceTensor, Execution, ModelInstance, ProvidesBuffers, Slot, Targets
 from paceline.backends.batching import Packed, shares
-from paceline.backends.open_request import OpenRequest
+from paceline.backends.open_request import ELSEWHERE, OpenRequest
 from paceline.backends.spec import Array, ModelSpec, Tensors
 from paceline.server.errors import GpuLost, InvalidRequest, as_value
 from paceline.server.memory.region_tensors import NOWHERE, Input, Inputs, RegionTensor, Span, TargetedInputs
@@ -103,18 +103,30 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
 
 
 def reading_open(execute_open: ExecuteOpen) -> ExecuteOpen:
-    """`AnswersOpenly.execute_open` for requests some of whose inputs aren't read yet."""
+    """`AnswersOpenly.execute_open` for requests whose inputs are given, and some not read yet."""
 
     def read_and_execute(requests: Sequence[OpenRequest]) -> Execution:
         failures: _Failures = {}
+        # First what is given, then whether anybody waits: the event loop takes it away in the other order. A step is
+        # executed all the same, as those behind it build on it, and keeps what it was given.
+        given = [(one, one.given) for one in requests]
+        wanted = {one: inputs for one, inputs in given if one.step is not None or not one.cancelled}
 
         def execute(there: Sequence[Tensors], rows: int) -> Execution:
-            left = [one for number, one in enumerate(requests) if number not in failures]
+            left = [one for number, one in enumerate(wanted) if number not in failures]
             for one, inputs in zip(left, there, strict=True):
                 one.inputs = inputs
             return execute_open(left)
 
-        return _Reader(execute, None, failures).one_by_one([one.inputs for one in requests], 0)
+        try:
+            done = _Reader(execute, None, failures).one_by_one([*wanted.values()], 0)
+        finally:
+            for one in requests:
+                one.inputs = ()
+                if one.cancelled:
+                    one.given = ()
+        results = dict(zip(wanted, done.results, strict=True))
+        return replace(done, results=[results.get(one, ELSEWHERE) for one in requests])
 
     return read_and_execute
 

@@ -117,5 +117,5 @@ class OpenStepMaker:
         # What the model is told of its sequence is what the caller has said, if it comes back with an id of its own.
         request.payload, request.step = opened.own_inputs, SequenceStep(*opened.step)
         made = self._make(request, sequence)
-        opened.inputs, opened.row = made.inputs, made.row
+        opened.given, opened.row = made.inputs, made.row
         request.payload, request.step = opened, step

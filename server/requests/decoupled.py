@@ -88,7 +88,7 @@ class Decoupled:
                 opened.begin_sequence(next(self._sequences))
             opened.on_ended, flight.on_answers = flight.on_answers, self._on_ended
             if model.pipeline is not None:
-                flight.payload = PipelineRun(self._pipelines, flight, opened.inputs, opened)
+                flight.payload = PipelineRun(self._pipelines, flight, opened.own_inputs, opened)
             if not model.for_triton:
                 # Each has arrays of its own, so requests of any shapes share a batch. Models written for Triton may
                 # join them themselves.

@@ -57,7 +57,8 @@ class OpenFlight(OpenRequest):
         }
         # Those that lie in clients' shared memory are read before the model gets it.
         self.own_inputs = cast("Tensors", flight.payload)
-        super().__init__(self.own_inputs, options.outputs, message.id, parameters)
+        super().__init__((), options.outputs, message.id, parameters)
+        self.given = self.own_inputs
         if flight.model.for_triton:
             step = flight.step or step_in(message)
             self.step = None if step is None else (*step,)
@@ -84,10 +85,10 @@ class OpenFlight(OpenRequest):
         """Have a prompt read. Raises InvalidRequest or NotSupported for what can't be had. What lies in clients' shared
         memory, only the instance reads."""
         model = self.flight.model
-        if model.generates is None or any(isinstance(one, RegionTensor) for one in self.inputs):
+        if model.generates is None or any(isinstance(one, RegionTensor) for one in self.own_inputs):
             return
         try:
-            self.wanted = model.generates.read(self.inputs, self.parameters)
+            self.wanted = model.generates.read(self.own_inputs, self.parameters)
         except ModelRefused as error:
             raise self.refused(error) from None
 
@@ -168,7 +169,9 @@ class OpenFlight(OpenRequest):
         if self.timer is not None:
             self.timer.cancel()
         self.cancel()
-        self.inputs = self.own_inputs = ()
+        self.own_inputs = ()
+        if self.step is None:  # else its instance takes it all the same
+            self.given = ()
         self.wanted = None
 
 

@@ -120,6 +120,15 @@ def test_kept_request_is_answered_after_execute_on_a_thread(instance: DecoupledI
     assert kept.all() == [5, END]
 
 
+def test_process_that_fails_to_listen_ends_at_once(instance: DecoupledInstance) -> None:
+    waits, unreadable = Asked("thread(lambda: [send(n) for n in range(100)])"), Asked("request.end()")
+    instance.execute_open([waits])
+    unreadable.inputs = ()
+    # Its own thread, on which the model waits for room, would keep the process for ever.
+    with pytest.raises(ProcessError, match="ended with exit status 1"):
+        instance.execute_open([unreadable])
+
+
 def test_error_of_execute_ends_what_has_not_ended(instance: DecoupledInstance) -> None:
     ended, answered = Asked("send(1, True)"), Asked("send(2); model.kept.append(request)")
     with pytest.raises(ExecutionError, match=r"^ValueError: no good$"):
