@@ -119,6 +119,14 @@ def check_writable(option: str, path: Path | None) -> None:
         raise Unusable(one_line(f"{option} {path}: {expected}")) from None
 
 
+def write_file(option: str, path: Path, text: str) -> None:
+    """Raises Unusable."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Unusable(one_line(f"{option} {path} can't be written: {error.strerror}")) from error
+
+
 @contextmanager
 def terminal_line(out: TextIO | None) -> Iterator[Callable[[str], None]]:
     """Yields what shows a text on the terminal `out`, in a line that is gone at the end. If `out` is no terminal,

@@ -36,6 +36,7 @@ from paceline.clients.options import (
     check_writable,
     one_line_errors,
     printable,
+    write_file,
 )
 from paceline.clients.snapshots import Interval, Snapshot, between, ended, parse
 from paceline.clients.status_page import status_page
@@ -124,7 +125,7 @@ def top(
         if html is not None:
             before = scrape()
             intervals = _intervals(scrape, before, interval_s, count or 30, record)
-            html.write_text(status_page(intervals, url, time.strftime("%Y-%m-%d %H:%M:%S %Z")), encoding="utf-8")
+            write_file("--html", html, status_page(intervals, url, time.strftime("%Y-%m-%d %H:%M:%S %Z")))
             return
         with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
             _watch(scrape, url, interval_s, sys.stdout, record)

@@ -45,6 +45,7 @@ from paceline.clients.options import (
     server_option,
     terminal_line,
     timeout_option,
+    write_file,
 )
 
 _WARMUP_S: Final = 1.0
@@ -232,7 +233,7 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
             click.echo(outcome_json(outcome, about, verdicts) if is_json else outcome_text(outcome, heading, verdicts))
         finally:  # also if nobody reads the output
             if options.html is not None:
-                options.html.write_text(page(outcome, f"Load on {model}", heading, verdicts), encoding="utf-8")
+                write_file("--html", options.html, page(outcome, f"Load on {model}", heading, verdicts))
         if (total := outcome.total).failed and not total.latencies.count:
             why = "; ".join(f"{status}: {written_reason(total.reasons[status])}" for status in total.errors)
             if (options.stream or options.texts) and [*total.errors] == ["UNIMPLEMENTED"]:

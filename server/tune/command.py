@@ -27,6 +27,7 @@ from paceline.clients.options import (
     check_writable,
     one_line,
     one_line_errors,
+    write_file,
 )
 from paceline.server.flags import Value
 
@@ -183,11 +184,10 @@ def tune(
     try:
         click.echo(tuned.as_json() if form == "json" else tuned.text())
     finally:  # also if nobody reads the output
-        with one_line_errors(access):
-            if out is not None:
-                out.write_text(config, encoding="utf-8")
-            if html is not None:
-                html.write_text(page(tuned, config), encoding="utf-8")
+        if out is not None:
+            write_file("--out", out, config)
+        if html is not None:
+            write_file("--html", html, page(tuned, config))
     if out is None and form == "text":
         click.echo(f"\nas config.pbtxt (--out writes it):\n\n{config}".rstrip())
     raise click.exceptions.Exit(int(not tuned.is_met))

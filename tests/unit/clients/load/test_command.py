@@ -33,6 +33,12 @@ def sent(peer: Peer) -> list[pb.ModelInferRequest]:
     return [one for one in peer.requests if isinstance(one, pb.ModelInferRequest)]
 
 
+def test_page_that_cannot_be_written_is_named(run: Run) -> None:
+    result = run("--count", "1", "--html", "/dev/full")
+    assert (result.exit_code, result.stderr) == (2, "Error: --html /dev/full can't be written: No space left on device\n")
+    assert "errors        0 of 1 requests" in result.stdout
+
+
 def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:
     result = run("--count", "20", "--clients", "3", "--rows", "2", "--parameter", "priority=2", "--output", "x")
     assert (result.exit_code, result.stderr) == (0, "")
