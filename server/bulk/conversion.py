@@ -148,6 +148,9 @@ def _elements(lists: _Lists, datatype: Datatype, faults: Faults) -> Array | pa.A
 
 def _cast(values: Array, datatype: Datatype) -> Array:
     """As `cast`; raises ValueError for whole numbers, too, of which a column of floats may not have kept all digits."""
+    if datatype.name == "BF16":
+        # A column's numbers are numbers, while `cast` takes uint16 for bits.
+        return cast(values.astype(np.float32) if values.dtype == np.uint16 else values, datatype)
     if values.dtype.kind == "f" and datatype.dtype.kind in "iu":
         inexact = np.abs(values) >= 2.0 ** (np.finfo(values.dtype).nmant + 1)
         if inexact.any():

@@ -36,7 +36,7 @@ _LEAVES = {
     "FP16": [pa.float16(), pa.float64()],
     "FP32": [pa.float32(), pa.int64(), pa.bool_()],
     "FP64": [pa.float64(), pa.float32()],
-    "BF16": [pa.float32(), pa.int8()],
+    "BF16": [pa.float32(), pa.int8(), pa.uint16()],
     "BYTES": [pa.binary(), pa.large_binary(), pa.string(), pa.large_string()],
 }
 

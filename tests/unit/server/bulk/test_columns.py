@@ -13,6 +13,7 @@ from paceline.backends.lengths import Lengths
 from paceline.backends.spec import Array, Length, ModelSpec, TensorSpec
 from paceline.clients.description import Batching, ModelDescription
 from paceline.clients.messages import TensorMetadata
+from paceline.protos.tensors import float32_from_bf16
 from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.rows import Rows
 from paceline.server.bulk.values import BadRow, BulkError, Chunk, Computed, Failed, Results, Table
@@ -142,6 +143,12 @@ def test_uniform_numbers_are_never_copied() -> None:
 def test_single_values_may_be_rows(value: Any, kind: pa.DataType) -> None:
     rows = _rows([value], kind, "FP32", (1, 1))
     assert rows.take(rows.good, ())["x"].tolist() == [[[7.0]]]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(2.0**60, pa.float64()), (2.0**30, pa.float32()), (300, pa.uint16())])
+def test_any_numbers_may_be_bf16(value: float, kind: pa.DataType) -> None:
+    rows = _rows([value], kind, "BF16", ())
+    assert float32_from_bf16(rows.take(rows.good, ())["x"]).tolist() == [value]
 
 
 @pytest.mark.parametrize(("datatype", "values"), [("FP32", [[1, 0.5], [2, 1.5]]), ("BYTES", [["a", "b"], ["c", "d"]])])
