@@ -35,7 +35,8 @@ def sent(peer: Peer) -> list[pb.ModelInferRequest]:
 
 def test_page_that_cannot_be_written_is_named(run: Run) -> None:
     result = run("--count", "1", "--html", "/dev/full")
-    assert (result.exit_code, result.stderr) == (2, "Error: --html /dev/full can't be written: No space left on device\n")
+    said = "Error: --html /dev/full can't be written: No space left on device\n"
+    assert (result.exit_code, result.stderr) == (2, said)
     assert "errors        0 of 1 requests" in result.stdout
 
 
