@@ -8,10 +8,11 @@ which they overwrite each other; nobody reads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
+from paceline.clients.errors import InferenceError
 from paceline.clients.load.control import ControlClient
 from paceline.protos import inference_pb2 as pb
 
@@ -33,9 +34,11 @@ def in_shared_memory(
         client.register(name, f"/{memory.name}", memory.size)
         yield list(_placed(requests, sizes, name, memory))
     finally:
-        # A signal may come when the server has registered it and hasn't said so. No other region has that name.
+        # A signal may come when the server has registered it and hasn't said so. No other region has that name. One that
+        # has ended since, or was started anew, doesn't know it; that mustn't hide what the load has met.
         try:
-            client.unregister(name)
+            with suppress(InferenceError):
+                client.unregister(name)
         finally:
             memory.close()
             memory.unlink()

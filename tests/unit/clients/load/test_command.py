@@ -40,6 +40,23 @@ def test_page_that_cannot_be_written_is_named(run: Run) -> None:
     assert "errors        0 of 1 requests" in result.stdout
 
 
+class Forgetful(Peer):
+    """Knows nothing of shared memory any more, as one that was started anew, or has ended."""
+
+    def SystemSharedMemoryRegister(
+        self, request: pb.SystemSharedMemoryRegisterRequest, context: grpc.ServicerContext
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        return pb.SystemSharedMemoryRegisterResponse()
+
+
+def test_figures_are_told_though_the_server_has_gone() -> None:
+    with serving(Forgetful()) as peer:
+        peer.takes(x=("FP32", [-1, 2]))
+        result = CliRunner().invoke(load, ["m", "--server", peer.target, "--count", "1", "--shared-memory"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "errors        0 of 1 requests" in result.stdout
+
+
 def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:
     result = run("--count", "20", "--clients", "3", "--rows", "2", "--parameter", "priority=2", "--output", "x")
     assert (result.exit_code, result.stderr) == (0, "")
