@@ -34,8 +34,8 @@ def in_shared_memory(
         client.register(name, f"/{memory.name}", memory.size)
         yield list(_placed(requests, sizes, name, memory))
     finally:
-        # A signal may come when the server has registered it and hasn't said so. No other region has that name. One that
-        # has ended since, or was started anew, doesn't know it; that mustn't hide what the load has met.
+        # A signal may come when the server has registered it and hasn't said so. No other region has that name. A
+        # server that has ended since, or was started anew, doesn't know it, which mustn't hide what the load has met.
         try:
             with suppress(InferenceError):
                 client.unregister(name)

@@ -206,6 +206,8 @@ async def measure(
         reason = next(filter(None, reasons), "no reason was given")
         plain = max((size for size in sizes if size <= PLAIN_ROWS), default=sizes[0])
         return Measured(plain, 0.0, 0.0, reason=reason, untried_rows=len(sample.rows.good) - alone.tried_rows)
+    # Rows per second of the looks at first; then, of those that are still close, the median of what they had in each turn
+    # beside the fastest of it, so that what disturbs a turn disturbs all alike.
     speeds, smallest = [run.rates[0] for run in close], close[0].measured
     while True:
         scores = dict[_Run, float]()
@@ -240,39 +242,49 @@ async def _looked_at(
 ) -> tuple[list[_Run], int]:
     """Of `sizes` the smallest, then one of a few rows, larger ones, and smaller ones as long as they lose little. With
     them: since when their time counts."""
-    runs, began_ns, losing, rate, best_rate = list[_Run](), clock(), 0, 0.0, 0.0
-    larger, smaller = deque(sizes), deque[int]()
-    while larger or smaller:
-        rises, before, was_best = bool(larger), rate, best_rate
-        run = _Run(model, sample, (larger or smaller).popleft(), until_ns, clock)
-        if rises and run.most_rows <= max((one.most_rows for one in runs), default=0):
-            larger.clear()  # there are no more rows that could share a call
-            continue
+    runs, began_ns, best_rate = list[_Run](), clock(), 0.0
+
+    def left_ns() -> float:
+        return sample.most_ns(best_rate) + began_ns - clock()
+
+    async def look(run: _Run) -> float:
+        """A turn of at least a call for each that can be under way; where it decides, the better of two."""
+        nonlocal began_ns, best_rate
         runs.append(run)
-        rate = await run.turn(window_ns=sample.window_ns(best_rate) if best_rate else 0)
-        if not rate and run.size == 1:
-            break
+        is_first = not best_rate
+        rate = await run.turn(window_ns=0 if is_first else sample.window_ns(best_rate))
         best_rate = max(best_rate, rate)
-        began_ns = began_ns if was_best or not rate else clock()  # first calls may compile or load for long
-        left_ns = sample.most_ns(best_rate) + began_ns - clock()
-        if rates and (not was_best or rate < _FALLING * best_rate) and rate and left_ns > 0:
-            rate = max(rate, await run.turn(window_ns=sample.window_ns(best_rate) if was_best else 0))
+        if is_first and rate:
+            began_ns = clock()  # first calls may compile or load for long
+        if rates and rate and (is_first or rate < _FALLING * best_rate) and left_ns() > 0:
+            rate = max(rate, await run.turn(window_ns=0 if is_first else sample.window_ns(best_rate)))
             best_rate = max(best_rate, rate)
-            left_ns = sample.most_ns(best_rate) + began_ns - clock()
         run.rates += [rate] if rate else []
+        return rate
+
+    rising, falling, losing, rate = deque(sizes), deque[int](), 0, 0.0
+    while rising:
+        run, before, is_first = _Run(model, sample, rising.popleft(), until_ns, clock), rate, not best_rate
+        if run.most_rows <= max((one.most_rows for one in runs), default=0):
+            break  # there are no more rows that could share a call
+        rate = await look(run)
+        if (not rate and run.size == 1) or left_ns() < 0:
+            return runs, began_ns
         losing = losing + 1 if rate < _LOSING * best_rate else 0
-        if left_ns < 0 or (not rises and rate < _FALLING * best_rate):
-            break
         # How many rows a call may have that is made next, also if it gains as this one did.
-        left_rows = left_ns * 1e-9 * best_rate / model.at_once
+        left_rows = left_ns() * 1e-9 * best_rate / model.at_once
         fitting = sample.most_call_bytes * run.most_rows / max(1, run.call_bytes)
         most = min(fitting, left_rows / 2 * rate / before if before else math.inf)
-        if larger and (losing >= _MOST_LOSING or larger[0] > most):
-            larger.clear()
-        if rate and not was_best:  # from here on, sizes of which a call is still short are left for later
+        if losing >= _MOST_LOSING or (rising and rising[0] > most):
+            break
+        if rate and is_first:  # from here on, sizes of which a call is still short are left for later
             few = min(_FEW_ROWS, len(sample.rows.good), _SHORT_CALL_S * rate, left_rows / 8)
-            while len(larger) > 1 and larger[0] < few:
-                smaller.appendleft(larger.popleft())
+            while len(rising) > 1 and rising[0] < few:
+                falling.appendleft(rising.popleft())
+    for size in falling:
+        rate = await look(_Run(model, sample, size, until_ns, clock))
+        if left_ns() < 0 or rate < _FALLING * best_rate:
+            break
     return runs, began_ns
 
 
