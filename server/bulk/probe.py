@@ -206,7 +206,7 @@ async def measure(
         reason = next(filter(None, reasons), "no reason was given")
         plain = max((size for size in sizes if size <= PLAIN_ROWS), default=sizes[0])
         return Measured(plain, 0.0, 0.0, reason=reason, untried_rows=len(sample.rows.good) - alone.tried_rows)
-    # Rows per second of the looks at first; then, of those that are still close, the median of what they had in each turn
+    # Of those that are still close: rows per second of the look at first, then the median of what they had in each turn
     # beside the fastest of it, so that what disturbs a turn disturbs all alike.
     speeds, smallest = [run.rates[0] for run in close], close[0].measured
     while True:
