@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.server.bulk.models import model_paths
 from paceline.server.bulk.settings import BulkSettings
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.values import BulkError, FlagError
 
 __all__ = ["Plain", "differences", "files_differ", "fingerprint"]
 
@@ -60,7 +60,7 @@ def _digests(path: Path) -> Iterator[tuple[str, str]]:
         found = [one for one in path.parent.glob("*") if one.name.startswith(path.name) and one.is_file()]
         root = path.parent
     if not found:
-        raise BulkError(f"expected a model's folder or a .onnx file, found nothing at {path}")
+        raise FlagError(f"expected a model's folder or a .onnx file, found nothing at {path}")
     for one in sorted(found):
         if "__pycache__" in one.parts:
             continue

@@ -38,7 +38,7 @@ from paceline.clients.options import ConnectionOptions
 from paceline.clients.streams import ENDED
 from paceline.server.bulk.execution import NOT_THE_ROWS
 from paceline.server.bulk.settings import Parameters
-from paceline.server.bulk.values import BulkError
+from paceline.server.bulk.values import BulkError, FlagError
 from paceline.server.engine import Engine
 from paceline.server.errors import ConfigError, StartError
 from paceline.server.models.batch_policy import called_models
@@ -113,7 +113,7 @@ async def engine_model(
             raise BulkError(str(error)) from error
         except NotFound:
             expected = f"expected one model, as in {path}/{engine.models[0]}"
-            raise BulkError(f"{path}: {expected}, got a repository of {', '.join(engine.models)}") from None
+            raise FlagError(f"{path}: {expected}, got a repository of {', '.join(engine.models)}") from None
         yield model
 
 

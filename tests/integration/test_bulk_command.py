@@ -108,6 +108,8 @@ def test_a_job_that_fails_says_why_in_its_status(model: Path, tmp_path: Path) ->
     failed = run_command(*given(model, tmp_path / "out"))
     assert failed.returncode == 2, failed.stdout  # click looks before the job does
     write_rows(tmp_path / "in" / "a.parquet", [None])
+    failed = run_command(*given(tmp_path / "none.onnx", tmp_path / "other"))
+    assert (failed.returncode, "found nothing at" in failed.stderr) == (2, True)
     failed = run_command(*given(model, tmp_path / "other"))
     assert failed.returncode == 1
     assert "none of the first 1 rows could be computed" in failed.stderr
