@@ -82,12 +82,12 @@ def read_recording(lines: Iterable[str], model: str = "", seed: int = 0) -> Reco
     requests = sum(one.requests for one in found)
     if not requests:
         if len(models) < 2:
-            raise RecordError("no arrivals")
+            raise RecordError("--arrivals: no arrivals")
         others = ", ".join(map(printable, sorted(models - {model})))
         none = "0 requests were recorded" if model in models else "no arrivals"
-        raise RecordError(f"{none} for model '{model}'; the file has lines for {others}, too")
+        raise RecordError(f"--arrivals: {none} for model '{model}'; the file has lines for {others}, too")
     if requests > _MOST:
-        raise RecordError(f"expected at most {_MOST:,} arrivals, got {requests:,}")
+        raise RecordError(f"--arrivals: expected at most {_MOST:,} arrivals, got {requests:,}")
     random = Random(seed)
     each = [(one.at_s + one.seconds * random.random(), one.shapes) for one in found for _ in range(one.requests)]
     each.sort(key=lambda one: one[0])
@@ -106,7 +106,7 @@ def _of_line(number: int, line: str) -> _Arrivals:
         return _parsed(json.loads(line))._replace(line=number)
     except (ValueError, RecursionError, OverflowError) as error:
         what = str(error) if isinstance(error, RecordError) else "not JSON"
-        raise RecordError(f"line {number}: {what}") from None
+        raise RecordError(f"--arrivals, line {number}: {what}") from None
 
 
 def _parsed(document: Any) -> _Arrivals:
@@ -137,10 +137,10 @@ def _of_traces(text: str) -> list[_Arrivals]:
                 if one["name"] == "REQUEST_START":
                     starts_ns[entry["id"]] = int(one["ns"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        raise RecordError('expected traces, objects with "id", "model_name" and "timestamps"') from None
+        raise RecordError('--arrivals: expected traces, objects with "id", "model_name" and "timestamps"') from None
     first_ns, last_ns = min(starts_ns.values(), default=0), max(starts_ns.values(), default=0)
     if last_ns - first_ns > _LONGEST_S * _NS:
-        raise RecordError(f"expected traces of at most {_LONGEST_S:g} seconds from the first REQUEST_START to the last")
+        raise RecordError(f"--arrivals: expected traces of at most {_LONGEST_S:g} s from the first REQUEST_START to the last")
     return [_Arrivals(models[one], (at_ns - first_ns) / _NS) for one, at_ns in starts_ns.items()]
 
 
