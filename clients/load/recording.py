@@ -140,7 +140,8 @@ def _of_traces(text: str) -> list[_Arrivals]:
         raise RecordError('--arrivals: expected traces, objects with "id", "model_name" and "timestamps"') from None
     first_ns, last_ns = min(starts_ns.values(), default=0), max(starts_ns.values(), default=0)
     if last_ns - first_ns > _LONGEST_S * _NS:
-        raise RecordError(f"--arrivals: expected traces of at most {_LONGEST_S:g} s from the first REQUEST_START to the last")
+        most = f"at most {_LONGEST_S:g} seconds from the first REQUEST_START to the last"
+        raise RecordError(f"--arrivals: expected traces of {most}")
     return [_Arrivals(models[one], (at_ns - first_ns) / _NS) for one, at_ns in starts_ns.items()]
 
 
