@@ -286,10 +286,10 @@ def _messages(
     requests = [
         infer_request(model, version=options.version, outputs=options.outputs, **one._asdict()) for one in contents
     ]
+    for request in requests if options.stream or options.texts else ():
+        enable_empty_final(request)
     placing = in_shared_memory(client, requests, options.stream) if options.shared_memory else nullcontext(requests)
     with placing as placed:
-        for request in placed if options.stream or options.texts else ():
-            enable_empty_final(request)
         yield tuple(request.SerializeToString() for request in placed)
 
 

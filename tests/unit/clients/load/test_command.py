@@ -57,6 +57,28 @@ def test_figures_are_told_though_the_server_has_gone() -> None:
     assert "errors        0 of 1 requests" in result.stdout
 
 
+class Decoupled(Forgetful):
+    """Answers as often as the request has rows, and says that it is done only if it is asked to."""
+
+    def ModelStreamInfer(
+        self, requests: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        for request in requests:
+            for _ in range(request.inputs[0].shape[0]):
+                yield answer(request)
+            if request.parameters["triton_enable_empty_final_response"].bool_param:
+                yield final(pb.ModelStreamInferResponse(infer_response={"id": request.id}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_outputs_of_many_answers_have_room_in_shared_memory(rows: int) -> None:
+    with serving(Decoupled()) as peer:
+        peer.takes(x=("FP32", [-1, 2]))
+        flags = ("--count", "1", "--stream", "--shared-memory", "--rows", str(rows))
+        result = CliRunner().invoke(load, ["m", "--server", peer.target, *flags])
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
 def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:
     result = run("--count", "20", "--clients", "3", "--rows", "2", "--parameter", "priority=2", "--output", "x")
     assert (result.exit_code, result.stderr) == (0, "")
