@@ -68,7 +68,8 @@ def parse_assertion(text: str) -> Assertion:
     if is_duration and unit not in _UNITS_NS:
         raise AssertionSyntaxError(f"--assert {text!r}: expected a time with its unit, us, ms or s")
     if not is_duration and name not in (*RATES, *NUMBERS):
-        known = ", ".join(("p50, p99.9, any other percentile", "first.p99, token.p99, lag.p99", *DURATIONS, *RATES, *NUMBERS))
+        percentiles = "p50, p99.9, any other percentile, first.p99, token.p99, lag.p99"
+        known = ", ".join((percentiles, *DURATIONS, *RATES, *NUMBERS))
         raise AssertionSyntaxError(f"--assert {text!r}: no figure {name!r}; there are {known}")
     if not is_duration and unit not in _units(name):
         raise AssertionSyntaxError(f"--assert {text!r}: {name} has no unit {unit!r}")
