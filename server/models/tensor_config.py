@@ -37,7 +37,7 @@ def without_datatype(config: pb.ModelConfig) -> list[str]:
 
 def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
     """The tensors as `config` says the model has them, batch axis included; None unless it spells out inputs and
-    outputs with their datatypes. Raises ConfigError for a datatype that doesn't exist."""
+    outputs with their datatypes. Raises ConfigError for a datatype that doesn't exist, and without a name."""
     if not (config.input and config.output) or without_datatype(config):
         return None
     lead = (-1,) if config.max_batch_size else ()
@@ -56,6 +56,8 @@ def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
 
 
 def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:
+    if not one.name:
+        raise ConfigError(f"{kind}: expected a name for each, got none for one of {list(one.dims)}")
     dims = tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
     whole = dims if one.is_shape_tensor else (*lead, *dims)
     return TensorSpec(one.name, datatype_of(f"{kind} '{one.name}'", one.data_type), _FLAT if flat else whole)

@@ -176,6 +176,13 @@ REFUSED = [
     Call("negative axis", raw("free", ("INPUT0", "FP32", [1, -1], ROW)), "INVALID_ARGUMENT", phrase="INPUT0"),
     Call("negative rows", raw("free", ("INPUT0", "FP32", [-1, 3], ROW)), "INVALID_ARGUMENT"),
     Call("no rows", raw("free", ("INPUT0", "FP32", [0, 3], b"")), "INVALID_ARGUMENT"),
+    Call(
+        "no rows, and the bytes of one",
+        raw("free", ("INPUT0", "FP32", [0, 3], ROW)),
+        "OK",
+        "INVALID_ARGUMENT",
+        "0 rows",
+    ),
     Call("too many rows", infer("free", {"INPUT0": floats(9, 3)}), "INVALID_ARGUMENT", phrase="8"),
     Call("too many rows of a wrong shape", infer("fails", {"INPUT0": floats(9, 3)}), "INVALID_ARGUMENT"),
     Call("rows that disagree", infer("pair", {"INPUT0": ints(1, 4), "INPUT1": ints(2, 4)}), "INVALID_ARGUMENT"),

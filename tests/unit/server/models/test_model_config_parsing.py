@@ -289,7 +289,14 @@ def test_model_source_declares_nothing_if_a_tensor_has_no_datatype(data_type: st
     assert model_source(config(text), Path("x")).declared is None
 
 
-def test_model_source_tensor_of_an_unknown_datatype_is_refused() -> None:
-    text = 'input { name: "a" data_type: 77 dims: [ 1 ] } output { name: "b" data_type: TYPE_FP32 dims: [ 1 ] }'
-    with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got 77$"):
+@pytest.mark.parametrize(
+    ("tensor", "fault"),
+    [
+        ('name: "a" data_type: 77', r"^input 'a': expected a data_type, got 77$"),
+        ("data_type: TYPE_FP32", r"^input: expected a name for each, got none for one of \[1\]$"),
+    ],
+)
+def test_model_source_tensor_of_nothing_known_is_refused(tensor: str, fault: str) -> None:
+    text = f'input {{ {tensor} dims: [ 1 ] }} output {{ name: "b" data_type: TYPE_FP32 dims: [ 1 ] }}'
+    with pytest.raises(ConfigError, match=fault):
         model_source(config(text), Path("x"))
