@@ -275,7 +275,8 @@ class Batcher(Generic[P, R]):
         if self._ahead.next:
             recovery.recall(now_ns)
         if recovery.suspects:
-            recovery.drop_unwanted(now_ns)
+            if recovery.due_ns <= now_ns:
+                recovery.drop_unwanted(now_ns)
             while (again := recovery.next_suspects(now_ns)) is not None:
                 self._run(*again, now_ns)
         idle = len(slots.idle)
@@ -287,7 +288,7 @@ class Batcher(Generic[P, R]):
         if self._ahead.ends:
             wake_ns = earliest(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
         if recovery.suspects:
-            wake_ns = earliest(wake_ns, min((one.deadline_ns for one in recovery.requests), default=None))
+            wake_ns = earliest(wake_ns, recovery.due_ns)
         if wake_ns != self._wake_ns:
             self._wake_ns = wake_ns
             if wake_ns is None:
@@ -393,6 +394,7 @@ class Batcher(Generic[P, R]):
         if not waited and self.policy.sequences is None and not self._instances.calls_off:
             self._instances.calls_off = True  # soon, once for all that are cancelled together
             self._loop.call_soon(self._instances.call_off)
+        self._recovery.due_ns = 0  # it may be a suspect
         if waited or self._recovery.suspects:
             self._turns.request()
         self._answers.cancelled(request, waited=waited)

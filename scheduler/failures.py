@@ -26,6 +26,7 @@ from paceline.scheduler.answering import Answers
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.instances import Instances
+from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import Batch, P, R, Request, RequestT
 from paceline.scheduler.runner import Runner, ThreadLost
 from paceline.scheduler.sizing import Allowed
@@ -115,7 +116,7 @@ class Recovery(Generic[P, R]):
     anything that is queued; unless `isolates`, none do. `ended` are the errors of runners whose instances have ended by
     themselves, but whose executions haven't. `blames(error)` classifies an error: who may be at fault.
     Requests whose callers have gone are reported to `answers`; `arrivals` learns which requests don't execute after
-    all."""
+    all. `due_ns`: when `drop_unwanted` has to be called, if there are suspects; 0: somebody has gone."""
 
     queue: BatchQueue[Request[P, R]]
     instances: Instances[P, R]
@@ -125,6 +126,7 @@ class Recovery(Generic[P, R]):
     blames: Callable[[BaseException], Blame]
     isolates: bool
     suspects: deque[Suspects[Request[P, R]]] = field(default_factory=deque)
+    due_ns: int = NEVER
     ended: dict[Runner[P, R], BaseException] = field(default_factory=dict)
 
     @property
@@ -160,22 +162,22 @@ class Recovery(Generic[P, R]):
             group.search.ends += 1
             if group.search.ends >= _MAX_ENDS:
                 others = [one for one in self.suspects if one.search is group.search]
-                for one in others:
-                    self.suspects.remove(one)
+                self.suspects = deque(one for one in self.suspects if one.search is not group.search)
                 return [*batch.requests, *(request for one in others for request in one.requests)]
         groups = group.again(blame, batch.padded_rows)
-        self.suspects += groups
+        self._wait(groups)
         return () if groups else batch.requests
 
     def next_suspects(self, now_ns: int) -> tuple[Runner[P, R], Batch[Request[P, R]], Suspects[Request[P, R]]] | None:
         """Take the next suspects, as a batch, and a free runner for it; None if there are none."""
-        if not self.suspects or not self.instances.slots.free:
-            return None
-        group = self.suspects.popleft()
-        batch, rest = self.queue.again(group.requests, now_ns, group.search.most_rows)
-        if rest:
-            self.suspects.appendleft(group.narrowed(rest))
-        return self.instances.take(batch), batch, group.narrowed(batch.requests)
+        while self.suspects and self.instances.slots.free:
+            group = self.suspects.popleft()
+            if wanted := self.answers.still_wanted(group.requests):
+                batch, rest = self.queue.again(wanted, now_ns, group.search.most_rows)
+                if rest:
+                    self.suspects.appendleft(group.narrowed(rest))
+                return self.instances.take(batch), batch, group.narrowed(batch.requests)
+        return None
 
     def take_all(self) -> Sequence[Request[P, R]]:
         """Remove all suspects. Returns their requests."""
@@ -186,8 +188,8 @@ class Recovery(Generic[P, R]):
     def drop_unwanted(self, now_ns: int) -> None:
         """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
         instance for them."""
-        for _ in range(len(self.suspects)):
-            group = self.suspects.popleft()
+        groups, self.suspects, self.due_ns = self.suspects, deque(), NEVER
+        for group in groups:
             left = []
             for request in self.answers.still_wanted(group.requests):
                 if request.deadline_ns <= now_ns:
@@ -195,7 +197,12 @@ class Recovery(Generic[P, R]):
                 else:
                     left.append(request)
             if left:
-                self.suspects.append(group.narrowed(left))
+                self._wait([group.narrowed(left)])
+
+    def _wait(self, groups: Sequence[Suspects[Request[P, R]]]) -> None:
+        self.suspects += groups
+        requests = [request for group in groups for request in group.requests]
+        self.due_ns = min([self.due_ns, *(0 if one.ended else one.deadline_ns for one in requests)])
 
     def recall(self, now_ns: int) -> None:
         """Take back batches that were to follow executions that take longer than expected: their requests wait on."""
@@ -263,7 +270,7 @@ class Recovery(Generic[P, R]):
         if suspects is None:
             self.queue.put_back(batch, self.answers.still_wanted(left))
         elif left:
-            self.suspects.append(suspects.narrowed(left))
+            self._wait([suspects.narrowed(left)])
         return failed
 
     def _learn_shortage(self, runner: Runner[P, R], batch: Batch[Request[P, R]], search: Search) -> None:

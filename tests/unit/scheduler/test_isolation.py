@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from paceline.scheduler import failures
 from paceline.scheduler.errors import ExecutionFailed, QueueTimeout
 from paceline.scheduler.failures import Blame, Search, Suspects, budget_for
 from paceline.scheduler.observer import Drop
@@ -49,6 +53,31 @@ async def test_one_poisoned_row_among_31_good_ones_fails_alone_within_the_budget
     assert outcomes(futures) == ["failed" if "!" in payload else payload.upper() for payload in payloads]
     assert sum(report.failed for report in bench.seen.reports) == 1
     bench.batcher.close()
+
+
+async def lines_executed_to_isolate(requests: int) -> int:
+    """How many lines are executed to find that each request of a batch is poisoned."""
+    bench, lines, before = PoisonBench(BatchPolicy(max_batch_rows=requests)), 0, sys.gettrace()
+    futures = await bench.submit(*["!"] * requests)
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == failures.__file__ else None
+
+    sys.settrace(count)
+    try:
+        bench.run_all()
+    finally:
+        sys.settrace(before)
+    assert outcomes(futures) == ["failed"] * requests
+    bench.batcher.close()
+    return lines
+
+
+async def test_each_suspect_costs_the_same() -> None:
+    few, many = [await lines_executed_to_isolate(requests) for requests in (50, 200)]
+    assert many < 5 * few
 
 
 async def test_two_poisoned_rows_fail_alone() -> None:
