@@ -92,10 +92,12 @@ def verified(choice: Choice, goal: Goal, attempt: Try, least_per_s: float = 0.0)
         # Much more than the load that was asked for is easily predicted wrong.
         first = holding[0]
         for load in [share * first.most for share in _ROOM if share * first.most > _AS_GOOD * goal.rate]:
-            if with_load(first, goal.at(load)).holds:
+            more = with_load(first, goal.at(load))
+            if more.holds:
                 first = replace(first, room=load)
                 break
-            first = replace(first, too_much=load)
+            if not more.failure:
+                first = replace(first, too_much=load)
         holding = [first, *holding[1:]]
     others = [one for one in best if all(one.setting != found.setting for found in holding)]
     return replace(choice, now=now, best=[*holding, *sorted(others, key=lambda one: bool(one.failure))])

@@ -177,6 +177,16 @@ def test_predicted_room_is_tried_and_less_of_it(
     assert (best.room, best.too_much) == (pytest.approx(room), pytest.approx(too_much))
 
 
+def test_room_that_cannot_be_tried_is_not_too_much() -> None:
+    def attempt(setting: Setting, goal: Goal) -> Live:
+        if goal.load > GOAL.load:
+            raise TuneError("a server doesn't start")
+        return live(10, goal.load)
+
+    best = verified(Choice(tried(1, 10), [tried(2, 10, 400)], 9), GOAL, attempt).best[0]
+    assert (best.holds, best.room, best.too_much) == (True, 0, 0)
+
+
 def test_what_was_met_orders_settings_that_do_not_hold() -> None:
     choice = Choice(tried(1, 9), [tried(2, 9), tried(3, 9)], 9)
     found = verified(choice, Goal(clients=4, p99_ns=5 * MS), by_rows({1: 30, 2: 50, 3: 40}))
