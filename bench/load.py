@@ -6,6 +6,7 @@ models or build messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -25,6 +26,8 @@ Message = bytes | Path
 """A serialized ModelInferRequest, or a file with one."""
 
 _DEADLINE_S = 60.0
+_LEAST, _MOST_S = 10, 60.0
+"""A short time may have no answer, if the machine stands still for a moment: it goes on until so many have come."""
 _IN_OVERLOAD = {"DEADLINE_EXCEEDED", "NOT_SENT", "RESOURCE_EXHAUSTED"}
 _FULL = "UNAVAILABLE"  # refusals of some servers; expected as long as they answer other requests
 
@@ -101,8 +104,9 @@ def open_loop(
 
 
 def _told(load: Load, seconds: float, warmup_s: float, processes: int, look: Callable[[], Any]) -> dict[str, Any]:
+    extent = FixedTime(warmup_s, seconds, _LEAST, math.ceil(_MOST_S / seconds))
     try:
-        measured = measure(load, FixedTime(warmup_s, seconds), look, processes=processes)
+        measured = measure(load, extent, look, processes=processes)
     except LoadError as error:
         raise BenchError(f"{GENERATOR}: {error}") from None
     outcome = Outcome(measured, None, processes, load.arrivals is not None)

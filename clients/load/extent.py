@@ -77,7 +77,7 @@ class UntilStable:
 
 @dataclass(frozen=True, slots=True)
 class FixedTime:
-    """`seconds` after the warm-up; as often as it takes for `least` requests to be due, but `most` times at most."""
+    """`seconds` after the warm-up; as often as it takes for `least` requests to end, but `most` times at most."""
 
     warmup_s: float
     seconds: float
@@ -95,7 +95,8 @@ class FixedTime:
     def period(self, slices: Sequence[Counts], is_over: bool) -> Period | None:
         times = max(0, min(self.most, (len(slices) - self._warmup) // _SLICES_OF_A_TIME))
         end = self._warmup + times * _SLICES_OF_A_TIME
-        if times and (times == self.most or sum(one.due for one in slices[self._warmup : end]) >= self.least):
+        ended = sum(one.answered + one.failed for one in slices[self._warmup : end])
+        if times and (times == self.most or ended >= self.least):
             return Period(self._warmup, end)
         return Period(min(self._warmup, len(slices)), len(slices)) if is_over else None
 

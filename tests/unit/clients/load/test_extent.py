@@ -46,12 +46,12 @@ def test_fixed_time_counts_what_follows_the_warm_up() -> None:
     assert extent.period([STEADY] * 9, is_over=True) == Period(5, 9)
 
 
-def test_fixed_time_is_repeated_until_enough_was_due() -> None:
-    extent, one = FixedTime(0.0, 4.0, least=3, most=4), counts([10.0])
+def test_fixed_time_is_repeated_until_enough_has_ended() -> None:
+    extent, one, refused = FixedTime(0.0, 4.0, least=3, most=4), counts([10.0]), counts(refused=1)
     assert extent.period([one, *[IDLE] * 19], is_over=False) is None
     assert extent.period([one, *[IDLE] * 38, one], is_over=False) is None
     assert extent.period([one, *[IDLE] * 38, one, one, *[IDLE] * 18], is_over=False) is None
-    assert extent.period([one, *[IDLE] * 38, one, one, *[IDLE] * 19], is_over=False) == Period(0, 60)
+    assert extent.period([one, *[IDLE] * 38, one, refused, *[IDLE] * 19], is_over=False) == Period(0, 60)
     assert extent.period([IDLE] * 80, is_over=False) == Period(0, 80)
     assert extent.period([IDLE] * 70, is_over=True) == Period(0, 70)
     assert [number for number in range(101) if extent.marks(number)] == [0, 20, 40, 60, 80]
