@@ -286,8 +286,7 @@ class Iterations:
         for group in going[1:]:
             last = kept[-1]
             short, long = last.longest, group.longest
-            may = len(last) + len(group) <= self.most_rows and (self.pads or short == long)
-            may = may and last.rows[0].kind == group.rows[0].kind
+            may = (self.pads or short == long) and last.rows[0].kind == group.rows[0].kind
             if may and self.costs.joins(len(last), short, len(group), long) and self._fits_joined(last, group):
                 last.add(group.rows)
                 self._groups.remove(group)

@@ -19,9 +19,9 @@ def running(rows: int, *, held: int = 40, most_tokens: int = 10_000, costs: Step
 def begin(iterations: Iterations) -> list[list[tuple[int, int]]]:
     """Compute what the next iteration computes of prompts, which is all that is left of them; returns that."""
     pieces = [[*one] for one in iterations.next().pieces]
-    for row, tokens in [own for one in pieces for own in one]:
-        assert iterations.computed({row: tokens})
-        iterations.extended([row])
+    for one in pieces:
+        assert iterations.computed(dict(one))
+        iterations.extended([row for row, _ in one])
     return pieces
 
 
@@ -122,3 +122,75 @@ def test_prompts_wait_for_no_others() -> None:
         iterations.leave(row - 8)
         iterations.enter(row, 30)
         assert begin(iterations) == [[(row, 30)]]
+
+
+def test_rows_that_began_together_part_where_that_costs_less() -> None:
+    costs = costly_executions()
+    for rows, row_ns in ((1, 10), (2, 100), (4, 200)):
+        for _ in range(3):
+            costs.observe(rows, 90, rows * row_ns)
+    iterations = Iterations(8, 10_000, 600, costs)
+    for row, tokens in enumerate((90, 20)):
+        iterations.enter(row, tokens)
+    assert [*iterations.next().pieces] == [[(0, 90), (1, 20)]]
+    assert iterations.usage == 2 * 90 / 10_000
+    assert iterations.computed({0: 90, 1: 20})
+    iterations.extended([0, 1])
+    assert iterations.usage == 2 * 91 / 10_000
+    assert [*iterations.next().groups] == [(1,), (0,)]
+    assert iterations.usage == (21 + 91) / 10_000
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_prompt_takes_what_its_pieces_take_at_least(in_pieces: bool) -> None:
+    costs = costly_executions()
+    for _ in range(20):
+        for tokens in (16, 64, 80):
+            costs.observe_begin(1, tokens, 100 + tokens, 1)
+    iterations = Iterations(8, 10_000, 64, costs, in_pieces=in_pieces)
+    whole_ns, rest_ns, all_ns = (costs.least_begin_ns(tokens, 1) for tokens in (64, 16, 80))
+    assert 0 < rest_ns < whole_ns < all_ns < whole_ns + rest_ns
+    assert iterations.least_ns(80, 1) == (whole_ns + rest_ns if in_pieces else all_ns)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_rows_share_executions_where_fill_has_room(room: bool) -> None:
+    iterations = Iterations(8, 190 if room else 150, 600, costly_executions())
+    for row, tokens in enumerate((40, 90)):
+        iterations.enter(row, tokens)
+    assert begin(iterations) == ([[(0, 40), (1, 90)]] if room else [[(0, 40)], [(1, 90)]])
+    assert [*iterations.next().groups] == ([(0, 1)] if room else [(0,), (1,)])
+
+
+def test_place_needs_room_for_all_to_grow() -> None:
+    iterations = Iterations(4, 200, 200, StepCosts())
+    assert iterations.has_room(200)
+    iterations.enter(0, 40)
+    begin(iterations)
+    assert iterations.has_room(200 - 41 - 2 * 16)
+    assert not iterations.has_room(200 - 41 - 2 * 16 + 1)
+
+
+@pytest.mark.parametrize("leaves", ["put out", "oldest"])
+def test_rows_that_were_put_out_come_first(leaves: str) -> None:
+    iterations = Iterations(4, 100, 100, StepCosts())
+    for row, tokens in enumerate((20, 40, 30)):
+        iterations.enter(row, tokens)
+    begin(iterations)
+    put_out: list[int] = []
+    while put_out != [2, 1]:
+        iteration = iterations.next()
+        put_out += iteration.put_out
+        for (row,) in iteration.groups:
+            assert iterations.computed({row: 1})
+            iterations.extended([row])
+    assert not iterations.has_room(1)
+    if leaves == "oldest":
+        iterations.leave(0)
+        # The youngest has no room beside it yet.
+        assert begin(iterations) == [[(1, 61)]]
+        assert not iterations.has_room(1)
+    else:
+        for row in put_out:
+            iterations.leave(row)
+        assert iterations.has_room(1)
