@@ -53,6 +53,8 @@ class TritonProcess:
         self._reader: threading.Thread
         self.log: list[str] = []
         self.grpc_port, self.metrics_port = free_port(), free_port()
+        # What its models' processes share with it, which stays behind where one of them was killed.
+        self._regions = f"paceline-tests-{os.getpid()}-{self.grpc_port}-"
 
     def __enter__(self) -> TritonProcess:
         self._process = subprocess.Popen(
@@ -79,6 +81,8 @@ class TritonProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for region in Path("/dev/shm").glob(f"{self._regions}*"):
+            region.unlink()
         self._reader.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -98,6 +102,7 @@ class TritonProcess:
             f"--model-repository={self._repository}",
             f"--backend-directory={_backends(self._folder)}",
             f"--cache-directory={_distribution() / 'caches'}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions}",
             "--grpc-address=127.0.0.1",
             f"--grpc-port={self.grpc_port}",
             "--allow-http=false",
