@@ -370,20 +370,23 @@ async def test_unreachable_deadline_is_refused_without_harm() -> None:
     bench.batcher.close()
 
 
-async def test_waiting_step_that_will_be_late_ends_its_sequence() -> None:
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "behind another"])
+async def test_waiting_step_that_will_be_late_ends_its_sequence(others: bool) -> None:
     bench = Bench(max_batch_rows=1)
     for name in "abc":
         await bench.send(7, name, start=name == "a")
         bench.clock.advance(50 * MS)
         await bench.finish()
     await bench.send(7, "d")
-    late = await bench.send(7, "e", deadline_ns=bench.clock.now_ns() + 60 * MS)
+    late = await bench.send(7, "e", deadline_ns=bench.clock.now_ns() + (110 if others else 60) * MS)
     behind = await bench.send(7, "f")
+    if others:
+        await bench.send(8, "x", start=True)
     bench.clock.advance(50 * MS)
     await bench.finish()
     with pytest.raises(DeadlineUnreachable):
         late.result()
     with pytest.raises(NotStarted, match="waited for too long"):
         behind.result()
-    assert bench.running == ""
+    assert bench.running == ("[x]" if others else "")
     bench.batcher.close()

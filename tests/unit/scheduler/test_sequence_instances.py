@@ -210,6 +210,19 @@ async def test_drain_executes_what_has_arrived_and_ends_sequences() -> None:
     bench.batcher.close()
 
 
+async def test_sequence_that_is_ended_makes_room() -> None:
+    bench = Bench(SequencePolicy(max_sequences=1))
+    await bench.send(7, "a", start=True)
+    await bench.finish()
+    waiting = await bench.send(8, "b", start=True)
+    bench.batcher.end_sequence(7)
+    assert bench.running == "[b]"
+    await bench.finish()
+    assert waiting.result() == "b"
+    assert bench.batcher.sequences.ended[SequenceEnd.END] == 1
+    bench.batcher.close()
+
+
 async def test_successor_tells_why_a_sequence_is_gone() -> None:
     old, new = Bench(), Bench()
     await old.send(7, "a", start=True)
