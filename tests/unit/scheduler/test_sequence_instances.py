@@ -216,6 +216,7 @@ async def test_sequence_that_is_ended_makes_room() -> None:
     await bench.finish()
     waiting = await bench.send(8, "b", start=True)
     bench.batcher.end_sequence(7)
+    await one_turn()
     assert bench.running == "[b]"
     await bench.finish()
     assert waiting.result() == "b"
