@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +107,8 @@ def test_resident_memory_grows_with_what_is_held() -> None:
 
 
 def test_peak_memory_grows_with_what_is_held() -> None:
-    before = peak_bytes()
-    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    held = np.ones(before - now + (64 << 20), np.uint8)
-    assert held.all()
-    assert peak_bytes() > before + (32 << 20)
+    before, held = peak_bytes(), list[np.ndarray]()
+    # Allocators of earlier tests may give memory back meanwhile, but what is held can't be more than the peak.
+    while peak_bytes() <= before + (32 << 20):
+        assert len(held) << 25 <= before + (32 << 20)
+        held.append(np.ones(1 << 25, np.uint8))
