@@ -189,5 +189,6 @@ def tune(
         if html is not None:
             write_file("--html", html, page(tuned, config))
     if out is None and form == "text":
-        click.echo(f"\nas config.pbtxt (--out writes it):\n\n{config}".rstrip())
+        place = f", in a folder with {model.name} that is then served" if model.is_file() else ""
+        click.echo(f"\nas config.pbtxt{place} (--out writes it):\n\n{config}".rstrip())
     raise click.exceptions.Exit(int(not tuned.is_met))

@@ -47,13 +47,13 @@ def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Ch
     """What differs, of a model with its own `config`."""
     mine, policy = now.policy, chosen.policy
     layout, offline = chosen.layout, chosen.layout.offline
-    best_ns = layout.curve.mean_ns(max(size for size in layout.curve.sizes if size <= policy.max_batch_rows))
     found = [
         Change(
             "max_batch_size",
             str(mine.max_batch_rows),
             str(policy.max_batch_rows),
-            f"such a batch executes for {plain_time(best_ns)}",
+            f"such a batch executes for {plain_time(layout.curve.mean_ns(policy.max_batch_rows))}"
+            + "; requests with more rows are refused" * (policy.max_batch_rows < mine.max_batch_rows),
         ),
         Change(
             "dynamic_batching.preferred_batch_size",

@@ -5,6 +5,7 @@ Lives here: what was measured, and what that says of sizes between. Must not: me
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["Curve", "Curves"]
 
 _SHARES = 64
+_LONGER = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,16 @@ class Curve:
     @property
     def sizes(self) -> list[int]:
         return list(self.durations_ns)
+
+    @property
+    def doubtful(self) -> list[int]:
+        """The sizes of which executions took longer than with more rows: something else may have slowed them down."""
+        least_ns, found = math.inf, list[int]()
+        for rows in reversed(self.sizes):
+            if self.mean_ns(rows) > _LONGER * least_ns:
+                found.append(rows)
+            least_ns = min(least_ns, self.mean_ns(rows))
+        return found[::-1]
 
     def cost(self, rows: int, share: float) -> int:
         """What an execution of `rows` rows takes, if `share` of such executions take less. Between two sizes that were

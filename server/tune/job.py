@@ -115,7 +115,7 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
     lost = ["Comments of the model's own file aren't kept."] if config != pb.ModelConfig(backend=config.backend) else []
     tuned = Tuned(name, goal, choice, changes_of(config, now, chosen), asked.seed, worth)
     why = [f"Chosen, as {tuned.reason()}."] if tuned.changes else []
-    heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *why, *lost]
+    heading = [f"Tuned: {tuned.verdict().removesuffix('.')}.", *why, *tuned.doubts(), *lost]
     return tuned, config_text(config, chosen, tuned.changes, heading)
 
 

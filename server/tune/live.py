@@ -167,6 +167,9 @@ class LiveServer:
             doubts.append(f"{not_sent} requests weren't sent, as their sender was too slow, or too many were under way")
         before, after, counted = measured.before, measured.after, measured.counted
         others_ns = after.all_ns - before.all_ns - (after.ours_ns - before.ours_ns) - total.cpu_ns
+        others = max(0.0, others_ns / (measured.seconds * 1e9 * (os.cpu_count() or 1)))
+        if others > MUCH_OTHERS:
+            doubts.append(f"{others:.0%} of the processors' time was others': this may be different when they rest")
         halves = [merged(part).latencies for part in (counted[: len(counted) // 2], counted[len(counted) // 2 :])]
         return Live(
             offered=total.due / measured.seconds,
@@ -181,7 +184,7 @@ class LiveServer:
             not_sent=not_sent,
             doubts=doubts,
             lag_ns=outcome.value("lag.p99") or 0.0,
-            others=max(0.0, others_ns / (measured.seconds * 1e9 * (os.cpu_count() or 1))),
+            others=others,
             halves_ns=[half.percentile_ns(99) or 0.0 for half in halves],
         )
 

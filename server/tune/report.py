@@ -171,13 +171,17 @@ class Tuned:
     def caution(self) -> str:
         """Where figures come from, and why they may not be what they seem."""
         from_where = _PREDICTED if self.choice.best[0].live is None else _TRIED
-        said = [f"{self.choice.tried} settings simulated. {from_where}"]
+        return " ".join([f"{self.choice.tried} settings simulated. {from_where}", *self.doubts()])
+
+    def doubts(self) -> list[str]:
+        """A sentence for each of `named` that couldn't be tried, or not as it should be."""
+        said = []
         for name, one in self.named.items():
             if one.failure:
                 said.append(f"{name.capitalize()} couldn't be tried: {one_line(one.failure)}.")
             elif one.live is not None and one.live.doubts:
                 said.append(f"When {name} was tried, {'; '.join(one.live.doubts)}.")
-        return " ".join(said)
+        return said
 
     def apart(self) -> list[str]:
         """A sentence for each of `named` whose measurement is far from what was predicted of the same load."""

@@ -20,7 +20,7 @@ from paceline.clients.sync import InferenceClient
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.cli import main
 from paceline.server.engine import Engine
-from paceline.server.tune.live import FEWEST, serving
+from paceline.server.tune.live import FEWEST, MUCH_OTHERS, serving
 from paceline.server.tune.measuring import TuneError
 from paceline.server.tune.observing import observed
 from tests import models
@@ -89,9 +89,13 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PACELINE_STATUS_PAGE", "true")
     small(tmp_path, 1)
     # One row at a time leaves nothing to choose but the layout.
-    result = tune(tmp_path, "--clients", 2, "--seconds", 0.2, "--format", "json")
+    out = tmp_path / "config.pbtxt"
+    result = tune(tmp_path, "--clients", 2, "--seconds", 0.2, "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output
-    for one in json.loads(result.stdout)["best"]:
+    found = json.loads(result.stdout)
+    doubts = any(one["live"]["doubts"] for one in (found["now"], *found["best"][:3]))
+    assert ("was tried, " in out.read_text()) == doubts
+    for one in found["best"]:
         assert not one["failure"]
         assert one["live"]["clients"] == 2
         assert one["live"]["requests_per_s"] > 0
@@ -102,6 +106,18 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
         assert costs["server_us"] > 0
         assert costs["sender_us"] > 0
     assert "trying the best settings on a server" in result.stderr
+
+
+def test_executions_that_were_slowed_down_are_measured_again(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    slow = "        time.sleep(next(ones) if len(inputs['x']) == 1 else 0.002)\n        return"
+    ones = "import itertools, time\nones = itertools.chain([0.008] * 50, itertools.repeat(0.0))\n"
+    (tmp_path / "m" / "1" / "model.py").write_text(ones + PYTHON.replace("        return", slow))
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "python" max_batch_size: 2')
+    result = tune(tmp_path / "m", "--clients", 1, "--no-verify", "--allow-python-models", "--format", "json")
+    assert result.exit_code == 0, result.output
+    measured_ms = json.loads(result.stdout)["best"][0]["measured_ms"]
+    assert measured_ms["1"] < measured_ms["2"]
 
 
 def test_slow_executions_are_waited_for(tmp_path: Path) -> None:
@@ -115,6 +131,7 @@ def test_slow_executions_are_waited_for(tmp_path: Path) -> None:
     assert live.latencies.count >= FEWEST
     assert live.seconds == pytest.approx(0.2 * round(live.seconds / 0.2))
     assert live.throughput <= 20
+    assert any("was others'" in doubt for doubt in live.doubts) == (live.others > MUCH_OTHERS)
 
 
 def test_most_that_can_be_served_is_found(tmp_path: Path) -> None:

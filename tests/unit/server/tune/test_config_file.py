@@ -43,6 +43,12 @@ def test_changed_settings_are_set_and_explained() -> None:
     ]
 
 
+def test_smaller_largest_batch_says_what_is_refused() -> None:
+    (smaller, *_), (larger, *_) = changes_of(OWN, BEST, NOW), changes_of(OWN, NOW, BEST)
+    assert smaller.why == "such a batch executes for 2.29 ms; requests with more rows are refused"
+    assert "refused" not in larger.why
+
+
 def test_threads_of_the_model_itself_are_told() -> None:
     own = parsed('parameters { key: "intra_op_thread_count" value { string_value: "4" } }')
     before = {one.field: one.before for one in changes_of(own, NOW, BEST)}

@@ -17,6 +17,11 @@ def test_sizes_between_lie_on_lines_between(rows: int, share: float, expected: i
     assert CURVE.cost(rows, share) == expected
 
 
+def test_size_that_takes_longer_than_a_larger_is_doubtful() -> None:
+    assert CURVE.doubtful == []
+    assert Curve({1: [50], 2: [55], 4: [40], 8: [37], 16: [60]}).doubtful == [1, 2]
+
+
 def test_best_size_says_what_instances_can() -> None:
     assert CURVE.rows_per_s(8) == pytest.approx(4e9 / 37.5)
     assert CURVE.rows_per_s(1) == pytest.approx(1e9 / 17.5)
