@@ -7,7 +7,9 @@ Must not: import what only a running server needs before one starts.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import re
 import signal
 import sys
@@ -63,6 +65,9 @@ _log = logging.getLogger("paceline.server")
 
 _BOOLEANS, _SLIP = ["true", "false"], 0.75
 _LEVELS = ["none", "low", "medium", "high"]
+
+_PORT_FAULT = "can't listen on"
+_TAKEN = "; is another server running? --grpc-port and --metrics-port choose other ports"
 
 _LAST_STEPS_S, _TRACES_END_S = 4.0, 6.0
 """How long the end takes at most once requests have had their time: the last answers, and writing the last traces. Each
@@ -225,7 +230,8 @@ def serve(paths: tuple[Path, ...], **given: Value) -> None:
             # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
-        raise click.ClickException(str(error)) from None
+        is_taken = _PORT_FAULT in str(error) and str(error).endswith(os.strerror(errno.EADDRINUSE))
+        raise click.ClickException(f"{error}{_TAKEN if is_taken else ''}") from None
 
 
 @main.command()

@@ -117,7 +117,9 @@ class Layout:
 
     def open(self, *, may_be_empty: bool = False) -> None:
         """Find out what the paths are. Raises StartError if one can't be read, or holds no model and `may_be_empty` is
-        false."""
+        false. Once they are known, it does nothing."""
+        if self._kinds:
+            return
         for path in self._paths:
             try:
                 place, kind = _settled(path)

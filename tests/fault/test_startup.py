@@ -19,6 +19,8 @@ from tests.fault.traffic import connected, request
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.ports import free_port
 
+IN_USE = "Address already in use; is another server running? --grpc-port and --metrics-port choose other ports"
+
 
 def failed_start(*paths: Path | str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
     """What follows `Error: ` in the only line that isn't a log line; there is no traceback."""
@@ -69,8 +71,9 @@ def test_start_with_an_empty_repository_says_what_was_expected(tmp_path: Path) -
     )
 
 
-def test_start_with_a_missing_path_reports_it(tmp_path: Path) -> None:
-    assert failed_start(tmp_path / "nowhere") == f"{tmp_path}/nowhere: No such file or directory"
+def test_start_with_a_missing_path_reports_it_before_a_taken_port(tmp_path: Path, taken_port: int) -> None:
+    text = failed_start(tmp_path / "nowhere", args=("--metrics-port", str(taken_port)))
+    assert text == f"{tmp_path}/nowhere: No such file or directory"
 
 
 def test_start_with_a_file_of_another_kind_says_what_was_expected(tmp_path: Path) -> None:
@@ -138,20 +141,20 @@ def test_start_with_exit_on_error_and_one_bad_model_of_two_ends(tmp_path: Path) 
 def test_start_with_the_grpc_port_in_use_reports_it_before_loading(tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     text = failed_start(tmp_path / "broken.onnx", args=("--grpc-port", str(taken_port)))
-    assert text == f"gRPC can't listen on 127.0.0.1:{taken_port}: Address already in use"
+    assert text == f"gRPC can't listen on 127.0.0.1:{taken_port}: {IN_USE}"
 
 
 def test_start_with_the_metrics_port_in_use_reports_it_before_loading(tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     text = failed_start(tmp_path / "broken.onnx", args=("--metrics-port", str(taken_port)))
-    assert text == f"metrics can't listen on 127.0.0.1:{taken_port}: Address already in use"
+    assert text == f"metrics can't listen on 127.0.0.1:{taken_port}: {IN_USE}"
 
 
 def test_start_with_one_port_for_both_reports_it_before_loading(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"never looked at")
     free = str(free_port())
     text = failed_start(tmp_path / "broken.onnx", args=("--grpc-port", free, "--metrics-port", free))
-    assert text == f"gRPC can't listen on 127.0.0.1:{free}: Address already in use"
+    assert text == f"gRPC can't listen on 127.0.0.1:{free}: {IN_USE}"
 
 
 @pytest.mark.parametrize("flag", ["--grpc-address", "--metrics-address"])
