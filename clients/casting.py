@@ -7,6 +7,7 @@ ValueError. One loss is intended: rounding, of a float to a narrower float and o
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, Final
 
 import numpy as np
@@ -92,7 +93,9 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"{datatype.name} takes numbers, got {array.dtype}")
+        elements = array.ravel().tolist() if array.dtype.kind in "OSU" else ()
+        other = next((reprlib.repr(one) for one in elements if not isinstance(one, int | float)), array.dtype)
+        raise TypeError(f"{datatype.name} takes numbers, got {other}")
     if datatype.dtype.kind == "f":
         with np.errstate(over="ignore", invalid="ignore"):
             floats: Array = array.astype(datatype.dtype)
@@ -103,8 +106,8 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
                 if integer != as_float:
                     raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")
         return floats
-    if array.dtype.kind == "f" and not np.all(np.isfinite(array) & (np.trunc(array) == array)):
-        raise ValueError(f"{datatype.name} takes whole numbers, got {array.dtype} with others among them")
+    if array.dtype.kind == "f" and (others := array[~np.isfinite(array) | (np.trunc(array) != array)]).size:
+        raise ValueError(f"{datatype.name} takes whole numbers, got {others[0]}")
     # As Python integers: numpy compares int64 with uint64 as floats.
     limits = None if datatype.dtype.kind == "b" else np.iinfo(datatype.dtype)
     low, high = (0, 1) if limits is None else (int(limits.min), int(limits.max))

@@ -12,7 +12,7 @@ user gave can't be used; either way one line on stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,13 @@ import click
 
 from paceline.clients import overview, report
 from paceline.clients.base import DEFAULT_TIMEOUT_S
-from paceline.clients.errors import InferenceError, Unimplemented
+from paceline.clients.errors import NO_SEQUENCE, InferenceError, Unimplemented, inference_error
 from paceline.clients.generations import GenerationChunk
 from paceline.clients.inputs import (
     InputError,
     RandomInputs,
     TypedInputs,
+    input_options,
     parse_parameter,
     parse_shape,
     prepare,
@@ -54,12 +55,16 @@ _MOST_REASONS = 20
 _NOT_FOR_TEXT = "--input, --random, --output, --sequence, --repeat or --save"
 _DECOUPLED = "decoupled"
 """In what servers say of a call to a model that may answer any number of times."""
+_NO_ROWS = "expected a leading batch dimension"
+"""In what servers say of an input that is a single value."""
 
 
 @contextmanager
-def _connected(server: str, timeout_s: float, access: ConnectionOptions) -> Iterator[InferenceClient]:
+def _connected(
+    server: str, timeout_s: float, access: ConnectionOptions, hints: Mapping[str, str] | None = None
+) -> Iterator[InferenceClient]:
     with (
-        one_line_errors(access),
+        one_line_errors(access, hints=hints),
         InferenceClient(server, timeout_s=timeout_s, tls=access.tls or False, token=access.token) as client,
     ):
         yield client
@@ -136,7 +141,8 @@ def infer(
 
     Numbers are converted to the model's datatypes, as long as no value is lost. Parameters of --text may be JSON lists.
     """
-    with _connected(server, timeout_s, access) as client:
+    hints = {NO_SEQUENCE: "give the steps of a sequence with --sequence FILE.jsonl"}
+    with _connected(server, timeout_s, access, hints) as client:
         _refuse_contradictions(repeat, concurrency, save, steps is not None, stream)
         if text is not None:
             if inputs or make_up or outputs or steps is not None or repeat > 1 or save is not None:
@@ -160,13 +166,16 @@ def infer(
         written = report.result_json if form == "json" else partial(report.result_text, most_values=most_values)
         if steps is not None:
             own_id = int(sequence_id) if sequence_id is not None and sequence_id.isdecimal() else sequence_id
-            ready_steps = (prepare(metadata, step, random) for step in read_steps(steps, given))
+            ready_steps = ((where, prepare(metadata, step, random)) for where, step in read_steps(steps, given))
             with client.sequence(model, own_id, version=version, outputs=outputs, parameters=options) as sequence:
                 for answer in _step_answers(sequence, ready_steps):
                     click.echo(written(answer))
             return
+        example = input_options(metadata)
         if metadata.inputs and not given and random is None:
-            raise InputError("no input: give --input or --random")
+            takes = ", ".join(f"{one.name} {one.datatype} {[*one.shape]}" for one in metadata.inputs)
+            raise InputError(f"no input: give --input or --random; model {model!r} takes {takes}, as in {example}")
+        hints[_NO_ROWS] = f"as in {example}"
         ready = prepare(metadata, given, random)
 
         def call(method: Callable[..., T]) -> T:
@@ -205,13 +214,22 @@ def _print_generation(chunks: Iterable[GenerationChunk], *, stream: bool, as_jso
             click.echo()
 
 
-def _step_answers(sequence: InferenceSequence, steps: Iterator[TypedInputs]) -> Iterator[InferResult]:
-    """The answer to each step; the last of them ends the sequence."""
-    step = next(steps, None)
+def _step_answers(sequence: InferenceSequence, steps: Iterator[tuple[str, TypedInputs]]) -> Iterator[InferResult]:
+    """The answer to each step; the last of them ends the sequence. Those before one that can't be read are sent. Errors
+    name the line."""
+    step, unreadable = next(steps, None), None
     while step is not None:
-        following = next(steps, None)
-        yield sequence.infer(step.arrays, last=following is None, datatypes=step.datatypes)
-        step = following
+        where, ready = step
+        try:
+            step = next(steps, None)
+        except ValueError as error:
+            step, unreadable = None, error
+        try:
+            yield sequence.infer(ready.arrays, last=step is None and unreadable is None, datatypes=ready.datatypes)
+        except InferenceError as error:
+            raise inference_error(error.status, f"{where}: {error.message}") from error
+    if unreadable is not None:
+        raise unreadable
 
 
 def _refuse_contradictions(

@@ -106,6 +106,8 @@ class PermissionDenied(InferenceError):
 
 
 _LOST = "must specify the START flag"
+NO_SEQUENCE = "must specify a non-zero or non-empty correlation ID"
+"""In what servers say of a request outside of a sequence to a model that keeps states."""
 
 _BY_STATUS: dict[grpc.StatusCode, type[InferenceError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,

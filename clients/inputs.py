@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ T = TypeVar("T")
 
 _RANDOM_INTEGERS_BELOW = 10
 _RANDOM_TEXT_BYTES = 8
+_MOST_WRITTEN = 16
 
 
 class InputError(ValueError):
@@ -45,10 +47,11 @@ class InputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GivenTensor:
-    """What the user wrote: the array as written, and the datatype if the user named one."""
+    """What the user wrote: the array as written, the datatype if the user named one, and what errors begin with."""
 
     array: Array
     datatype: str | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +89,22 @@ def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
 
 def read_steps(
     lines: Iterable[str], given: Mapping[str, GivenTensor], option: str = "--sequence"
-) -> Iterator[dict[str, GivenTensor]]:
-    """The inputs of each step: those of its line, and `given` ones. Blank lines are left out. Raises InputError, naming
-    the option and the line."""
+) -> Iterator[tuple[str, dict[str, GivenTensor]]]:
+    """The option and the line of each step, and its inputs: those of its line, and `given` ones. Blank lines are left
+    out. Raises InputError, naming the option and the line."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{option}, line {number}"
             try:
-                step = _tensors_in(where, _json(line))
-            except json.JSONDecodeError as error:
-                raise InputError(f"{where}: not JSON ({error})") from error
+                document = _json(line)
+            except ValueError as error:
+                text = f"not JSON ({error})" if isinstance(error, json.JSONDecodeError) else error
+                raise InputError(f"{where}: {text}") from error
+            step = _tensors_in(where, document)
             twice = given.keys() & step.keys()
             if twice:
                 raise InputError(f"{where}: input {min(twice)!r} is given with --input too")
-            yield {**given, **step}
+            yield where, {**given, **step}
 
 
 def _read_input(argument: str) -> dict[str, GivenTensor]:
@@ -173,11 +178,11 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _array_of(name: str, value: Any) -> Array:
+def _array_of(name: str, value: Any, where: str = "") -> Array:
     try:
         return to_array(value)
     except ValueError as error:
-        raise InputError(f"input {name!r}: {error}") from error
+        raise InputError(f"{where}input {name!r}: {error}") from error
 
 
 def _tensors_in(path: str, document: Any) -> dict[str, GivenTensor]:
@@ -186,7 +191,8 @@ def _tensors_in(path: str, document: Any) -> dict[str, GivenTensor]:
     listed = document.get("inputs")
     if isinstance(listed, list) and listed and all(isinstance(entry, dict) for entry in listed):
         return _rest_tensors(path, document, listed)
-    return {name: GivenTensor(_array_of(name, value)) for name, value in document.items()}
+    where = f"{path}: "
+    return {name: GivenTensor(_array_of(name, value, where), where=where) for name, value in document.items()}
 
 
 def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str, Any]]) -> dict[str, GivenTensor]:
@@ -204,13 +210,13 @@ def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str
         if name in tensors:
             raise InputError(f"{path}: input {name!r} is given twice")
         # The data may be flat or nested, whatever the shape.
-        array = _array_of(name, entry["data"])
+        array = _array_of(name, entry["data"], f"{path}: ")
         if not isinstance(shape, list) or not all(isinstance(dim, int) and dim >= 0 for dim in shape):
-            raise InputError(f"input {name!r}: expected a list of sizes as its shape, got {shape!r}")
+            raise InputError(f"{path}: input {name!r}: expected a list of sizes as its shape, got {shape!r}")
         try:
-            tensors[name] = GivenTensor(array.reshape(shape), entry["datatype"])
+            tensors[name] = GivenTensor(array.reshape(shape), entry["datatype"], f"{path}: ")
         except ValueError as error:
-            raise InputError(f"input {name!r}: {array.size} values for shape {shape}") from error
+            raise InputError(f"{path}: input {name!r}: {array.size} values for shape {shape}") from error
     return tensors
 
 
@@ -250,11 +256,12 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
     # A server may name no inputs at all; then only it knows whether these are right.
     unknown = [name for name in given if expected and name not in expected]
     if unknown:
-        raise InputError(f"model {model.name!r} has no input {unknown[0]!r}; it takes {', '.join(expected)}")
+        text = f"model {model.name!r} has no input {unknown[0]!r}; it takes {', '.join(expected)}"
+        raise InputError(f"{given[unknown[0]].where}{text}")
     prepared = TypedInputs({}, {})
     for name, one in given.items():
         wanted = one.datatype or (expected[name].datatype if name in expected else None)
-        _add(prepared, name, one.array, wanted)
+        _add(prepared, name, one.array, wanted, one.where)
     if random is None:
         return prepared
     if not model.inputs:
@@ -267,7 +274,9 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
     useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
     if useless:
         name = min(useless)
-        raise InputError(f"{random.option} {name}: model {model.name!r} has no such input, or it is already given")
+        left = ", ".join(tensor.name for tensor in open_inputs) or "none"
+        text = f"model {model.name!r} has no such input, or it is already given; left to generate: {left}"
+        raise InputError(f"{random.option} {name}: {text}")
     generator = np.random.default_rng(random.seed)
     for tensor in open_inputs:
         shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)
@@ -275,12 +284,25 @@ def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: Rand
     return prepared
 
 
-def _add(prepared: TypedInputs, name: str, array: Array, wanted: str | None) -> None:
+def input_options(model: ModelMetadata) -> str:
+    """Options to copy that give the model its inputs: zeros or texts in the least shapes, a file where that is long."""
+    inputs = model.inputs[:1] if any(one.name == _OF_GENERATION for one in model.inputs) else model.inputs
+    options = []
+    for tensor in inputs:
+        shape = [1 if size < 0 else size for size in tensor.shape]
+        written = "FILE.npy"
+        if math.prod(shape) <= _MOST_WRITTEN:
+            written = json.dumps(np.full(shape, "text" if tensor.datatype == "BYTES" else 0, object).tolist())
+        options.append(f"--input {shlex.quote(f'{tensor.name}={written}')}")
+    return " ".join(options)
+
+
+def _add(prepared: TypedInputs, name: str, array: Array, wanted: str | None, where: str = "") -> None:
     try:
         datatype = datatype_of(array) if wanted is None else by_name(wanted)
         prepared.arrays[name] = cast(array, datatype)
     except (TypeError, ValueError) as error:
-        raise InputError(f"input {name!r}: {error}") from error
+        raise InputError(f"{where}input {name!r}: {error}") from error
     prepared.datatypes[name] = datatype.name
 
 

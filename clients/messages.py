@@ -166,8 +166,8 @@ def plain_inputs(inputs: Inputs, datatypes: Mapping[str, str] | None) -> list[st
         first: Any = value
         while isinstance(first, list | tuple) and first:
             first = first[0]
-        # An empty list may be one of anything.
-        if isinstance(first, int | float | range | list | tuple | np.number):
+        # An empty list may be one of anything, and None is one of nothing, which the datatype's error says.
+        if isinstance(first, int | float | range | list | tuple | np.number | None):
             plain.append(name)
     return plain
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -145,14 +145,17 @@ def terminal_line(out: TextIO | None) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def one_line_errors(
-    access: ConnectionOptions, failure: type[click.ClickException] = click.ClickException
+    access: ConnectionOptions,
+    failure: type[click.ClickException] = click.ClickException,
+    hints: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Ends the command with one line for whatever clients raise, as a `failure`, and for what can't be written or held
-    in memory."""
+    in memory. `hints` are what to do, by words of errors."""
     try:
         yield
     except ClientError as error:
-        raise failure(one_line(f"{error}{_hint(str(error), access)}")) from error
+        hint = "".join(f" ({what})" for words, what in (hints or {}).items() if words in str(error))
+        raise failure(one_line(f"{error}{hint or _hint(str(error), access)}")) from error
     except BrokenPipeError:
         raise  # the reader has read enough; click ends without a message
     except click.FileError as error:  # of a file that is opened when it is needed

@@ -17,6 +17,7 @@ from typing import Any, Final, TextIO
 import click
 
 from paceline.clients.answers import enable_empty_final
+from paceline.clients.errors import NO_SEQUENCE
 from paceline.clients.generations import GenerationRequest, generation_request
 from paceline.clients.inputs import InputError, TypedInputs, parse_parameter, read_inputs, read_steps
 from paceline.clients.load.arrivals import Arrivals, Constant, Poisson
@@ -238,7 +239,8 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
             why = "; ".join(f"{status}: {written_reason(total.reasons[status])}" for status in total.errors)
             if (options.stream or options.texts) and [*total.errors] == ["UNIMPLEMENTED"]:
                 why = "the server has no ModelStreamInfer, which --stream and --text need"
-            raise click.ClickException(f"every request failed: {why}")
+            hint = " (send sequences, as with --sequence-length 5..20)" if NO_SEQUENCE in why else ""
+            raise click.ClickException(f"every request failed: {why}{hint}")
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)
 
@@ -304,7 +306,7 @@ def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | N
         return recorded(metadata, given, recording, options.rows, options.seed)
     requests = [given]
     if options.requests is not None:
-        requests = list(read_steps(options.requests, given, "--requests"))
+        requests = [one for _, one in read_steps(options.requests, given, "--requests")]
         if not requests:
             raise InputError("--requests: no requests")
     is_made_up = any(tensor.name not in one for one in requests for tensor in metadata.inputs)

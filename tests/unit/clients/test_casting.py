@@ -162,6 +162,15 @@ def test_cast_bfloat16_array_to_fp32_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "named"),
+    [([[1, "a"]], "'a'"), (np.array(["b", "c"]), "'b'"), (["x" * 1000], r"'x{12}\.\.\.x{13}'"), ([1, None], "None")],
+)
+def test_cast_names_what_is_no_number(value: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=f"^FP32 takes numbers, got {named}$"):
+        cast(to_array(value), by_name("FP32"))
+
+
+@pytest.mark.parametrize(
     ("array", "target"),
     [
         (np.array(["1"], object), "FP32"),

@@ -171,7 +171,7 @@ def test_infer_failed_save_is_one_line_and_exit_2(run: Run, peer: Peer, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "no input: give --input or --random"),
+        ((), "no input: give --input or --random; model 'm' takes x FP32 [-1, 2], as in --input 'x=[[0, 0]]'\n"),
         (("--input", "x=[["), "input 'x': neither"),
         (("--input", "z=1"), "model 'm' has no input 'z'; it takes x"),
         (("--input", 'x="a"'), "input 'x': FP32 takes numbers"),
@@ -181,6 +181,7 @@ def test_infer_failed_save_is_one_line_and_exit_2(run: Run, peer: Peer, tmp_path
         (("--input", "none.npz"), "none.npz: No such file"),
         (("--input", "x=1", "--rows", "2"), "need --random"),
         (("--random", "--shape", "x=a"), "--shape 'x=a'"),
+        (("--random", "--shape", "y=1"), "--shape y: model 'm' has no such input, or it is already given; left to"),
         (("--random", "--shape", "x=1000000000,100000000"), "Unable to allocate"),
         (("--random", "--parameter", "k"), "--parameter 'k': expected KEY=VALUE"),
         (("--random", "--parameter", f"k={2**64}"), "parameter 'k'"),
@@ -207,6 +208,18 @@ def test_infer_error_of_the_server_is_one_line_and_exit_1(run: Run, peer: Peer) 
     result = run("--random")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "Error: NOT_FOUND: no model 'm'\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("input 'x': expected a leading batch dimension, got shape []", "as in --input 'x=[[0, 0]]'"),
+        ("must specify a non-zero or non-empty correlation ID", "give the steps of a sequence with --sequence"),
+    ],
+)
+def test_infer_refusal_is_followed_by_what_to_do(run: Run, peer: Peer, said: str, hint: str) -> None:
+    peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT, said)
+    assert f"{said} ({hint}" in run("--input", "x=1").stderr
 
 
 def test_infer_control_characters_from_the_server_are_replaced(run: Run, peer: Peer) -> None:

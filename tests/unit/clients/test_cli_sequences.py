@@ -79,8 +79,17 @@ def test_infer_sequence_that_is_lost_ends_with_one_line(run: Run, peer: Peer, st
     result = run("--sequence", str(steps))
     assert result.exit_code == 1
     assert result.stdout == "m\nsum  FP32  [1]\n[1.]\n"
-    assert result.stderr.startswith("Error: INVALID_ARGUMENT: inference request for sequence")
+    assert result.stderr.startswith("Error: INVALID_ARGUMENT: --sequence, line 3: inference request for sequence")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("bad", ['{"x": ["a"]}', '{"x": 1'])
+def test_infer_steps_before_an_unreadable_line_are_sent(run: Run, peer: Peer, bad: str) -> None:
+    result = run("--sequence", "-", "--format", "json", input=f'{{"x": [1]}}\n{{"x": [2]}}\n{bad}\n{{"x": [3]}}')
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --sequence, line 3: ")
+    assert [json.loads(line)["outputs"][0]["data"] for line in result.stdout.splitlines()] == [[1], [3]]
+    assert list(map(flags, sent(peer))) == ["S", ""]
 
 
 def test_infer_sequence_of_an_empty_file_sends_nothing(run: Run, peer: Peer) -> None:
@@ -92,8 +101,10 @@ def test_infer_sequence_of_an_empty_file_sends_nothing(run: Run, peer: Peer) -> 
     ("arguments", "lines", "text"),
     [
         ((), "{", "--sequence, line 1: not JSON"),
-        ((), '\n{"x": 1}\n[1]', "--sequence, line 3: expected an object of names and values, got list"),
-        ((), '{"z": 1}', "model 'm' has no input 'z'; it takes x"),
+        ((), "\n\n[1]", "--sequence, line 3: expected an object of names and values, got list"),
+        ((), '{"x": [1, [2]]}', "--sequence, line 1: input 'x': "),
+        ((), '{"x": -1e400}', "--sequence, line 1: -1e400: too large for FP64"),
+        ((), '{"z": 1}', "--sequence, line 1: model 'm' has no input 'z'; it takes x"),
         (("--input", "x=1"), '{"x": 1}', "--sequence, line 1: input 'x' is given with --input too"),
         (("--sequence-id", "0"), '{"x": 1}', "id: expected a 64-bit signed integer other than 0, got 0"),
         (("--repeat", "2"), '{"x": 1}', "--sequence can't be combined with --repeat or --save"),
@@ -143,7 +154,8 @@ def test_infer_decoupled_model_is_refused_where_one_answer_is_wanted(
         given += ["--input", "x=[1]"]
     result = CliRunner().invoke(infer, given, input='{"x": [1]}')
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: UNIMPLEMENTED: ModelInfer RPC doesn't support models with decoupled")
+    assert result.stderr.startswith("Error: UNIMPLEMENTED: ")
+    assert "ModelInfer RPC doesn't support models with decoupled" in result.stderr
 
 
 def test_infer_model_that_lacks_something_else_is_not_asked_again(talking: Peer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.clients.inputs import (
     GivenTensor,
     InputError,
     RandomInputs,
+    input_options,
     parse_parameter,
     parse_shape,
     prepare,
@@ -301,11 +303,24 @@ def test_prepare_random_shape_left_open_or_contradicted_raises(
         prepare(model(x=("FP32", shape)), {}, random)
 
 
+def test_input_options_are_taken_as_they_are_printed() -> None:
+    inputs = {"a b": ("INT8", (-1, 2)), "t": ("BYTES", (1,)), "flag": ("BOOL", ()), "image": ("UINT8", (-1, 64, 64))}
+    printed = input_options(model(**inputs))
+    assert printed == """--input 'a b=[[0, 0]]' --input 't=["text"]' --input flag=0 --input image=FILE.npy"""
+    given = read_inputs([word for word in shlex.split(printed)[1::2] if "FILE" not in word])
+    assert {name: one.shape for name, one in prepare(model(**inputs), given, None).arrays.items()} == {
+        "a b": (1, 2),
+        "t": (1,),
+        "flag": (),
+    }
+
+
 DECODER = model(input_ids=("INT64", (-1,)), text_input=("BYTES", (1,)), sampling_parameters=("BYTES", (1,)))
 
 
 def test_prepare_random_makes_up_one_prompt_of_a_decoder() -> None:
     assert prepare(DECODER, {}, ANYTHING).arrays.keys() == {"input_ids"}
+    assert input_options(DECODER) == "--input 'input_ids=[0]'"
     given = {"text_input": GivenTensor(np.array(["a"], object))}
     assert prepare(DECODER, given, ANYTHING).arrays.keys() == {"text_input"}
 

@@ -110,6 +110,21 @@ def test_given_inputs_and_requests_of_a_file_are_sent(run: Run, peer: Peer, tmp_
     assert {one.raw_input_contents[0] for one in sent(peer)} == {(5).to_bytes(8, "little")}
 
 
+def test_unusable_request_of_a_file_is_named_by_its_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text('{"x": [[1, 2]]}\n{"x": [[1, "a"]]}\n')
+    result = run("--requests", str(tmp_path / "requests.jsonl"), "--count", "2")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: --requests, line 2: input 'x': FP32 takes numbers, got 'a'\n",
+    )
+
+
+def test_model_with_states_is_loaded_with_sequences(run: Run, peer: Peer) -> None:
+    said = "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
+    peer.answer = refuse(grpc.StatusCode.INVALID_ARGUMENT, said)
+    assert run("--count", "1").stderr.endswith(f"{said} (send sequences, as with --sequence-length 5..20)\n")
+
+
 def test_recorded_arrivals_have_their_shapes(run: Run, peer: Peer, tmp_path: Path) -> None:
     lines = [json.dumps({"at_s": at_s, "shapes": {"x": [rows, 2]}}) for at_s, rows in ((7, 3), (7.05, 1), (7.1, 3))]
     (tmp_path / "arrivals.jsonl").write_text("\n".join(lines))
