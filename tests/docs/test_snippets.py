@@ -39,6 +39,7 @@ RUN = (
 NOT_RUN = {
     "paceline bulk models/magika -i /data/in -o /data/out --keep path --ray": "needs Ray: fault/test_bulk_ray.py",
     "paceline load ": "takes a while, and fails where the machine is busy: integration/test_load.py",
+    "paceline tune ": "takes a minute or two: integration/test_tune.py",
     "paceline top --html": "takes two minutes: integration/test_top.py",
     "paceline top  ": "runs until somebody ends it: integration/test_top.py",
     'eval "$(_PACELINE_COMPLETE=zsh_source': "needs zsh; unit/server/test_cli.py completes as it does",
