@@ -34,7 +34,8 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
         from paceline.backends.python.backend import PythonBackend
 
         return PythonBackend()
-    raise LoadError(f"backend: expected one of {', '.join(BACKENDS)}, got '{name}', which this build doesn't have")
+    text = f"backend: expected one of {', '.join(BACKENDS)}, got '{name}', which this build doesn't have"
+    raise LoadError(f"{text}; as platform, expected onnxruntime_onnx")
 
 
 def share_threads(intra_op: int, inter_op: int) -> None:

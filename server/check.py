@@ -135,5 +135,7 @@ def _text(checked: Sequence[_Checked]) -> str:
         found = {"batching": one.found, "warm-up": one.warm_up, "load": f"{one.load_s:.2f} s"}
         parts.append(f"ok      {chr(10).join(description_lines(one.description, found))}")
     failed = sum(bool(one.reason) for one in checked)
-    parts.append(f"{failed} of {len(checked)} failed" if failed else f"all {len(checked)} loaded")
+    unanswered = sum(one.warm_up.startswith("none") for one in checked)
+    text = f"{failed} of {len(checked)} failed" if failed else f"all {len(checked)} loaded"
+    parts.append(f"{text}; {unanswered} without an answer in warm-up" if unanswered else text)
     return "\n\n".join(parts)

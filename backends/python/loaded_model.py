@@ -35,7 +35,7 @@ _CLASS, _MODELS = "Model", "models"
 _ERRORS = "paceline.backends.errors"
 """Code that raises one of these knows what it means, and to whom: it needs no traceback."""
 _FAULTS_OF_REQUESTS = frozenset(("INVALID_ARGUMENT", "OUT_OF_RANGE", "INTERNAL", "UNKNOWN"))
-EXECUTION_ERROR, OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
+EXECUTION_ERROR, OUT_OF_MEMORY, UNFIT_OUTPUTS = "ExecutionError", "OutOfMemory", "UnfitOutputs"
 _MAX_TEXT_CHARACTERS, _MAX_TRACEBACK_CHARACTERS = 4_000, 32_000
 """In characters: of what the server is told about an error, and of what goes to its log."""
 
@@ -121,7 +121,8 @@ class RunningModel(ABC):
             kind = "UpstreamRefused" if error.status in _FAULTS_OF_REQUESTS else "UpstreamFailed"
             return FAILED, " ".join(_cut(str(error), _MAX_TEXT_CHARACTERS).split()), kind, error.status
         self.tell(error)
-        return FAILED, in_one_line(error), OUT_OF_MEMORY if isinstance(error, MemoryError) else EXECUTION_ERROR
+        kinds = (MemoryError, OUT_OF_MEMORY), (UnfitAnswer, UNFIT_OUTPUTS), (BaseException, EXECUTION_ERROR)
+        return FAILED, in_one_line(error), next(name for kind, name in kinds if isinstance(error, kind))
 
     def tell(self, error: BaseException) -> None:
         """Log `error`, unless it comes from the same place as the last one: a failed batch is run again in halves."""
@@ -268,7 +269,7 @@ def as_array(name: str, value: object, kind: str = "output") -> Array:
     for item in elements:
         if not isinstance(item, bytes):
             what = f"expected numbers of one datatype, or bytes, got {type(item).__name__}"
-            raise UnfitAnswer(f"{kind} '{name}': {what}")
+            raise (UnfitAnswer if kind == "output" else TypeError)(f"{kind} '{name}': {what}")
     made: Array = np.empty(len(elements), object)
     made[:] = elements
     return made.reshape(array.shape)

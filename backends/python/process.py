@@ -35,6 +35,7 @@ from paceline.backends.errors import (
     ProcessError,
     StalePlan,
     Unequipped,
+    UnfitOutputs,
 )
 from paceline.backends.python import ENVIRONMENT, EXECUTABLE
 from paceline.backends.python.messages import ANSWERED, ASK, BATCHES, CLOSE, DONE, FAILED, OVER, RUN, START, Declared
@@ -63,7 +64,7 @@ _OUTPUT_GRACE_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
 _WITH_STATUS = {one.__name__: one for one in WITH_STATUS}
-_ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan)}
+_ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan, UnfitOutputs)}
 _REAP_S = 10.0
 """For a killed process to end, which swapping may delay; a tenth of it for one whose connection has ended to end by
 itself."""

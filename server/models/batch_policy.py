@@ -7,8 +7,9 @@ the `parameters` (prefix `paceline.`). Must not: tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal, NamedTuple, cast
 
@@ -67,7 +68,10 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
     """Read our settings. Raises ConfigError for a malformed value, and for an unknown key, which is a mistake."""
     given = {key: one.string_value for key, one in config.parameters.items() if key.startswith(_PREFIX)}
     if unknown := given.keys() - OWN_PARAMETERS:
-        raise ConfigError(f"parameters: expected one of {sorted(OWN_PARAMETERS)}, got '{min(unknown)}'")
+        got = min(unknown)
+        near = nearest(got.removeprefix(_PREFIX), [one.removeprefix(_PREFIX) for one in OWN_PARAMETERS])
+        expected = f"{_PREFIX}{near}" if near else f"one of {sorted(OWN_PARAMETERS)}"
+        raise ConfigError(f"parameters: expected {expected}, got '{got}'")
     values: dict[str, object] = {}
     for name, (read, expected) in _READERS.items():
         text = given.get(_PREFIX + name)
@@ -86,6 +90,11 @@ def backend_name(config: pb.ModelConfig) -> str:
 def called_models(config: pb.ModelConfig) -> CalledModels:
     """The models that its code calls, as it declares. Raises as `own_settings`."""
     return own_settings(config).calls
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of the `known` names that `name` is most like; "" if it is like none."""
+    return next(iter(get_close_matches(name, list(known), 1)), "")
 
 
 def refuse(why: str, *settings: tuple[str, str, object]) -> None:

@@ -126,7 +126,8 @@ class Ensembles:
         unknown = [one for one in _needs(loaded) if one not in self._records]
         if unknown:
             what = f"models that are not available or ambiguous: {', '.join(unknown)}"
-            raise ConfigError(f"ensemble {name} contains {what}; expected them in the model repository")
+            expected = "expected them in the model repository; give the folder that holds them all, or each as a path"
+            raise ConfigError(f"ensemble {name} contains {what}; {expected}")
         for step in loaded.opened.steps:
             record = self._records[step.model]
             if not record.serving:

@@ -128,7 +128,10 @@ class Layout:
                     continue
                 if files := [entry.name for entry in _entries(path) if _is_onnx_file(entry)]:
                     expected = f"expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
-                    raise StartError(f"{path}: {expected}")
+                    raise StartError(
+                        f"{path}: {expected}; to load several, give each as a path of its own, or move it to "
+                        f"{path}/<model>/<version>/{DEFAULT_MODEL_FILE}"
+                    )
                 raise StartError(
                     f"{path}: no models here; expected a model repository "
                     f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"

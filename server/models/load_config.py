@@ -7,7 +7,10 @@ what clients may not ask for. Must not: open models, or what a configuration mea
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from copy import deepcopy
+from difflib import get_close_matches
 
 from paceline.backends.paths import exists
 from paceline.backends.python import ENVIRONMENT, EXECUTABLE
@@ -15,7 +18,7 @@ from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import backend_name
 from paceline.server.models.defaults import LoadDefaults
-from paceline.server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
+from paceline.server.models.layout import CONFIG_FILE, DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder, is_ignored
 from paceline.server.models.model_config import check_supported, is_complete, parse_config
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.tensor_config import without_datatype
@@ -35,9 +38,16 @@ def load_config(folder: ModelFolder, override: pb.ModelConfig | None, defaults: 
         raise ConfigError(f"{DUPLICATE_NAME}: {', '.join(map(str, folder.duplicates))}")
     for stray in folder.strays:
         _log.warning("%s is ignored: expected a version folder, named by a number without leading zeros", stray)
+    for place in folder.versions.values():
+        try:
+            exists(place / "..")  # which takes the right to enter it, and nothing else
+        except OSError as error:
+            raise ConfigError(f"{place}: {error.strerror}; expected a folder that this process may enter") from None
     config = deepcopy(override) if override is not None else pb.ModelConfig()
     if override is None and folder.config:
         config = parse_config(folder.config)
+    elif override is None and folder.file is None:
+        _tell_misplaced(folder)
     if config.name not in ("", folder.name) and not folder.renamed:
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
@@ -46,6 +56,16 @@ def load_config(folder: ModelFolder, override: pb.ModelConfig | None, defaults: 
     check_supported(config)
     _check_allowed(config, folder, defaults, from_client=override is not None)
     return config
+
+
+def _tell_misplaced(folder: ModelFolder) -> None:
+    """Log what looks like the configuration of a model that has none."""
+    with suppress(OSError):  # only a warning depends on it
+        for place in sorted({folder.path, *folder.versions.values()}):
+            names = [name for name in os.listdir(place) if not is_ignored(name)]
+            for name in get_close_matches(CONFIG_FILE, names, cutoff=0.8):
+                expected = folder.path / CONFIG_FILE
+                _log.warning("%s is ignored: expected the model's configuration to be %s", place / name, expected)
 
 
 def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
@@ -63,7 +83,11 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
     """The versions that `version_policy` picks from those on disk; by default the latest one."""
     policy, present = config.version_policy, sorted(folder.versions)
     if not present:
-        raise ConfigError(f"no version to load: expected folders named by version numbers in {folder.path}, found none")
+        text = f"no version to load: expected folders named by version numbers in {folder.path}, found none"
+        if folder.name.isdigit():
+            files = f"{DEFAULT_MODEL_FILE} or {PYTHON_MODEL_FILE}"
+            text += f"; if it is a version of {folder.path.absolute().parent.name} itself, expected {files} in it"
+        raise ConfigError(text)
     if policy.HasField("all"):
         return present
     if not policy.HasField("specific"):

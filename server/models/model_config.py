@@ -29,6 +29,7 @@ from paceline.server.models.batch_policy import (
     backend_name,
     batch_policy,
     called_models,
+    nearest,
     no_cache,
     own_settings,
     refuse,
@@ -62,6 +63,8 @@ _MAX_INSTANCES = 1024
 _COMMENT_OR_STRING = re.compile(rb"""(#[^\n]*)|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?""")
 """A quote opens a string that ends at the next one or with its line, except that a backslash takes the next byte's
 meaning away; in it, # begins no comment. Bytes suffice: in UTF-8, those of ASCII are nothing but that."""
+
+_UNKNOWN = re.compile(r'(Message|Enum) type "([^"]+)" has no (?:field|value) named "?(\w+)"?\.$')
 
 _ISOLATE = "paceline.isolate_failures"
 _MANY: Final = sys.maxsize
@@ -101,13 +104,31 @@ def parse_config(path: Path) -> pb.ModelConfig:
         text = _COMMENT_OR_STRING.sub(_readable, content).decode()
         return text_format.Parse(text, pb.ModelConfig())
     except text_format.ParseError as error:
-        raise ConfigError(f"{path.name}:{error}") from None
+        raise ConfigError(f"{path}:{error}{_hint(str(error))}") from None
     except UnicodeDecodeError as error:
         before, byte = error.object[: error.start].decode(), error.object[error.start]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise ConfigError(f"{path.name}:{line}:{column} : Expected UTF-8, got byte 0x{byte:02x}") from None
+        raise ConfigError(f"{path}:{line}:{column} : Expected UTF-8, got byte 0x{byte:02x}") from None
     except (OSError, ValueError) as error:  # an enum's number beyond 64 bits
-        raise ConfigError(f"{path.name} can't be read: {error}") from None
+        raise ConfigError(f"{path} can't be read: {error}") from None
+
+
+def _hint(error: str) -> str:
+    """What may have been meant where protobuf's `error` is a name that it doesn't know; else nothing."""
+    if (found := _UNKNOWN.search(error)) is None:
+        return ""
+    kind, what, name = found.groups()
+    pool = pb.DESCRIPTOR.pool
+    if kind == "Enum":
+        return f" Expected one of {', '.join(pool.FindEnumTypeByName(what).values_by_name)}."
+    if name.isdigit():
+        return " A list is written in brackets, as in [ 16, 32 ]."
+    known = pool.FindMessageTypeByName(what).fields_by_name
+    for one in known.values():
+        if one.message_type and name in one.message_type.fields_by_name:
+            return f" It is a field of {one.name}."
+    near = nearest(name, known)
+    return f" Did you mean {near}?" if near else f" Expected one of {', '.join(known)}."
 
 
 def _readable(found: re.Match[bytes]) -> bytes:

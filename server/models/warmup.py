@@ -115,6 +115,8 @@ class WarmUp:
         if self._has_samples:
             names = ", ".join(sample.name for sample, _ in self._samples)
             self.in_words = f"model_warmup: {names}" if names else "none, as each model_warmup has a batch_size of 0"
+        elif self._plan.for_triton:
+            self.in_words = "none, as a model written for Triton is only given what model_warmup says"
         for instance in instances:
             # Of a model written for Triton, nobody has promised that it takes more than its callers send.
             if not (self._has_samples or self._plan.for_triton):
@@ -171,7 +173,9 @@ class WarmUp:
                 raise LoadError(f"its warm-up failed: {error}") from error
             if isinstance(error, UnfitOutputs) and not self._may_fit_others(instance, bounds):
                 raise ConfigError(f"the model's outputs aren't as declared, whatever its input: {error}") from error
-            self._stay_cold(f"it rejects zeros: {text_of(error)}")
+            self._stay_cold(
+                f"it failed on zeros, maybe on any input; model_warmup can give it others: {text_of(error)}"
+            )
 
     def _stay_cold(self, why: str, level: int = logging.WARNING) -> None:
         self.in_words = f"none, as {why}"

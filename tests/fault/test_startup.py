@@ -102,13 +102,15 @@ def without_dims(folder: Path) -> str:
 
 def with_a_fault_in_line_two(folder: Path) -> str:
     (folder / "config.pbtxt").write_text('backend: "identity"\nmax_batchsize: 8')
-    return 'model \'echo\': config.pbtxt:2:1 : Message type "inference.ModelConfig" has no field named "max_batchsize".'
+    what = 'Message type "inference.ModelConfig" has no field named "max_batchsize". Did you mean max_batch_size?'
+    return f"model 'echo': {folder}/config.pbtxt:2:1 : {what}"
 
 
 def with_unknown_backend(folder: Path) -> str:
     (folder / "config.pbtxt").write_text('backend: "tensorrt"')
-    known = "identity, onnxruntime, python"
-    return f"model 'echo': backend: expected one of {known}, got 'tensorrt', which this build doesn't have"
+    known = "expected one of identity, onnxruntime, python"
+    end = "which this build doesn't have; as platform, expected onnxruntime_onnx"
+    return f"model 'echo': backend: {known}, got 'tensorrt', {end}"
 
 
 def without_versions(folder: Path) -> str:

@@ -58,7 +58,7 @@ def test_check_names_the_reason_of_each_failure(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = done.stdout.splitlines()
     assert any(line.startswith("FAILED  empty version 1: no such file") for line in said)
-    assert any(line.startswith("FAILED  wrong: config.pbtxt:1:17") for line in said)
+    assert any(line.startswith(f"FAILED  wrong: {tmp_path}/wrong/config.pbtxt:1:17") for line in said)
     assert any(line.startswith("ok      mlp  version 1  onnxruntime_onnx") for line in said)
     assert said[-1] == "2 of 3 failed"
 
@@ -101,6 +101,26 @@ def test_check_warms_up_models_that_call_others(tmp_path: Path) -> None:
     found = checked(str(tmp_path), "--allow-python-models", "true")
     assert found["outer"]["warm_up"] == "zeros"
     assert found["outer"]["description"]["calls"] == ["inner"]
+
+
+def test_check_tells_models_that_never_answer_apart(tmp_path: Path) -> None:
+    for name, answer in {
+        "nothing": "None",
+        "unnamed": "inputs['x']",
+        "stranger": "{'z': 0}",
+        "key": "inputs['X']",
+    }.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        lines, _ = CALLER.rsplit("return", 1)
+        (tmp_path / name / "1" / "model.py").write_text(f"{lines}return {answer}\n")
+    done = run_command("check", str(tmp_path), "--allow-python-models", "true", "--log-level", "error")
+    assert done.returncode == 1
+    whatever = "version 1: the model's outputs aren't as declared, whatever its input: execute: expected"
+    assert f"FAILED  nothing {whatever} a dict of outputs by name, got NoneType\n" in done.stdout
+    assert f"FAILED  unnamed {whatever} a dict of outputs by name, got ndarray\n" in done.stdout
+    assert f"FAILED  stranger {whatever} output 'y', got only ['z']\n" in done.stdout
+    assert "  warm-up    none, as it failed on zeros, maybe on any input" in done.stdout
+    assert done.stdout.endswith("\n3 of 4 failed; 1 without an answer in warm-up\n")
 
 
 def test_check_of_nothing_is_one_line(tmp_path: Path) -> None:

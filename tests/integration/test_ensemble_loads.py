@@ -109,7 +109,8 @@ UNFIT = {
     ),
     "unknown models": (
         ensemble_config([("b", {"a": "in"}, {"x": "mid"}), ("c", {"a": "mid"}, {"x": "out"})]),
-        "ensemble e contains models that are not available or ambiguous: b, c; expected them in the model repository",
+        "ensemble e contains models that are not available or ambiguous: b, c; expected them in the model repository; "
+        "give the folder that holds them all, or each as a path",
     ),
     "unknown version": (
         ensemble_config([("first:7", {"a": "in"}, {"x": "out"})]),

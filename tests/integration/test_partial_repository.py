@@ -41,7 +41,8 @@ def unsupported(repository: Path) -> str:
 
 def misspelt(repository: Path) -> str:
     write_model(repository, "bad", "\ndynamic_batchin { }")
-    return 'config.pbtxt:2:1 : Message type "inference.ModelConfig" has no field named "dynamic_batchin".'
+    what = 'Message type "inference.ModelConfig" has no field named "dynamic_batchin". Did you mean dynamic_batching?'
+    return f"{repository}/bad/config.pbtxt:2:1 : {what}"
 
 
 def misnamed(repository: Path) -> str:

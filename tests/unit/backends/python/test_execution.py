@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.errors import ExecutionError, InstanceError
+from paceline.backends.errors import ExecutionError, InstanceError, UnfitOutputs
 from paceline.backends.python.instance import PythonInstance
 from paceline.backends.spec import MISSING, BatchInput, BatchInputKind, ModelSpec, TensorSpec
 from tests import puppet
@@ -22,22 +22,26 @@ def single(datatype: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "kind", "words"),
     [
-        (puppet.RAISE, "^ValueError: this is no good$"),
-        (puppet.ROWS, r"expected shape \[2, 1\], got \[0, 1\]; the first dimension of every output must be"),
-        (puppet.TYPE, "output 'OUTPUT0': expected INT64, got numpy's float64"),
-        (puppet.NOT_A_DICT, "^execute: expected a dict of outputs by name, got list"),
-        (puppet.MISSING_OUTPUT, r"^execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
+        (puppet.RAISE, ExecutionError, "^ValueError: this is no good$"),
+        (
+            puppet.ROWS,
+            ExecutionError,
+            r"expected shape \[2, 1\], got \[0, 1\]; the first dimension of every output must",
+        ),
+        (puppet.TYPE, UnfitOutputs, "output 'OUTPUT0': expected INT64, got numpy's float64"),
+        (puppet.NOT_A_DICT, UnfitOutputs, "^execute: expected a dict of outputs by name, got list"),
+        (puppet.MISSING_OUTPUT, UnfitOutputs, r"^execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
     ],
 )
 def test_execute_that_goes_wrong_says_how_and_the_process_keeps_running(
-    instance: PythonInstance, what: int, words: str
+    instance: PythonInstance, what: int, kind: type[ExecutionError], words: str
 ) -> None:
     (pid,) = run(instance, puppet.PID)
     with pytest.raises(ExecutionError, match=words) as caught:
         run(instance, 1, what)
-    assert not isinstance(caught.value, InstanceError)
+    assert type(caught.value) is kind
     assert run(instance, puppet.PID) == [pid]
 
 

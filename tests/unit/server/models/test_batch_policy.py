@@ -282,7 +282,7 @@ def test_execution_limit_is_the_models_own_or_else_that_of_the_flag(own_ms: str,
 
 def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
-        own(parameter("isolate_failure", "true"))
+        own(parameter("pipelines", "true"))
     assert str(caught.value) == (
         "parameters: expected one of ['paceline.await_returns', 'paceline.batch_growth', 'paceline.batch_sizes', "
         "'paceline.calls', 'paceline.deadline_aware', 'paceline.execute_delay_per_row_us', "
@@ -293,8 +293,14 @@ def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
         "'paceline.max_state_bytes', 'paceline.own_process', "
         "'paceline.pad', 'paceline.pad_sizes', 'paceline.prefill_tokens', "
         "'paceline.python_executable', 'paceline.sequence_backlog', "
-        "'paceline.split_oversized', 'paceline.state_batch_axis'], got 'paceline.isolate_failure'"
+        "'paceline.split_oversized', 'paceline.state_batch_axis'], got 'paceline.pipelines'"
     )
+
+
+def test_misspelt_own_setting_is_refused_naming_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        own(parameter("isolate_failure", "true"))
+    assert str(caught.value) == "parameters: expected paceline.isolate_failures, got 'paceline.isolate_failure'"
 
 
 def test_own_settings_ignore_other_parameters() -> None:

@@ -303,7 +303,8 @@ def test_refused_folder_with_several_files_names_them(tmp_path: Path) -> None:
     touch(tmp_path / "encoder.onnx")
     touch(tmp_path / "decoder.onnx")
     assert refusal(tmp_path) == (
-        f"{tmp_path}: expected one .onnx file, or one called model.onnx, got decoder.onnx, encoder.onnx"
+        f"{tmp_path}: expected one .onnx file, or one called model.onnx, got decoder.onnx, encoder.onnx; to load "
+        f"several, give each as a path of its own, or move it to {tmp_path}/<model>/<version>/model.onnx"
     )
 
 

@@ -19,6 +19,7 @@ from paceline.server.models.load_config import wanted_versions
 from paceline.server.models.loader import load_model
 from tests.unit.server.found import find_models
 from tests.unit.server.models.shelf import Model, VersionBackend, folder
+from tests.unit.server.privileges import open_folder, unprivileged
 
 
 def test_load_without_configuration_loads_the_latest_version(tmp_path: Path) -> None:
@@ -165,7 +166,8 @@ def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path:
         ("instance_group { passive: true }", "instance_group.passive is not supported by this build"),
         (
             "max_batch_siz: 1",
-            'config.pbtxt:1:1 : Message type "inference.ModelConfig" has no field named "max_batch_siz".',
+            'm/config.pbtxt:1:1 : Message type "inference.ModelConfig" has no field named "max_batch_siz". '
+            "Did you mean max_batch_size?",
         ),
     ],
 )
@@ -175,7 +177,7 @@ def test_load_refuses_an_invalid_configuration_before_anything_is_opened(
     shelf = VersionBackend()
     with pytest.raises(ConfigError) as caught:
         load_model(folder(tmp_path, 1, config=config), shelf.of)
-    assert str(caught.value) == text
+    assert str(caught.value).removeprefix(f"{tmp_path}/") == text
     assert not shelf.sources
 
 
@@ -222,6 +224,13 @@ def test_wanted_versions_of_a_folder_without_any_is_an_error(tmp_path: Path, tex
     assert str(caught.value) == (
         f"no version to load: expected folders named by version numbers in {tmp_path}/m, found none"
     )
+
+
+def test_version_taken_for_a_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "net" / "1").mkdir(parents=True)
+    (model,) = find_models([tmp_path / "net"])
+    with pytest.raises(ConfigError, match=r"version of net itself, expected model\.onnx or model\.py in it$"):
+        wanted_versions(policy(""), model)
 
 
 @pytest.mark.parametrize("text", ["specific { versions: [ 7, 5 ] }", "specific { }"])
@@ -295,6 +304,30 @@ def test_loaded_version_is_warm_and_executes(tmp_path: Path) -> None:
     assert shelf.opened["1"].batches == [(1,)]
     (result,) = loaded.instances[0].execute([[np.ones((2, 2), np.float32)]]).results
     assert result[0].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("name", ["1/config.pbtxt", "config.txt", "config.pbtx", "Config.pbtxt", "config.prototxt"])
+def test_load_logs_a_configuration_that_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    found = folder(tmp_path, 1)
+    for stray in (name, "config.json", "config.py", "labels.txt", ".config.pbtxt.swp"):
+        (tmp_path / "m" / stray).touch()
+    with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+        load_model(found, VersionBackend().of)
+    expected = f"{tmp_path}/m/{name} is ignored: expected the model's configuration to be {tmp_path}/m/config.pbtxt"
+    assert caplog.messages == [expected]
+    caplog.clear()
+    load_model(folder(tmp_path, config=""), VersionBackend().of)
+    assert not caplog.messages
+
+
+def test_load_of_a_version_that_can_not_be_entered_says_so() -> None:
+    with open_folder() as home:
+        found = folder(home, 1)
+        (home / "m" / "1").chmod(0o444)
+        with unprivileged(), pytest.raises(ConfigError, match=f"^{home}/m/1: Permission denied; expected a folder"):
+            load_model(found, VersionBackend().of)
 
 
 def test_load_logs_folders_that_are_not_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

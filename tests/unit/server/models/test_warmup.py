@@ -64,7 +64,10 @@ def test_default_that_fails_is_logged_and_does_not_fail_the_load(caplog: pytest.
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
         bench.warm("")
     (record,) = caplog.records
-    assert record.getMessage() == "model 'm' is served without warm-up, as it rejects zeros: zeros are no input"
+    assert record.getMessage() == (
+        "model 'm' is served without warm-up, as it failed on zeros, maybe on any input; model_warmup can give it "
+        "others: zeros are no input"
+    )
     assert len(bench.seen) == 1
 
 
