@@ -46,7 +46,7 @@ def load_config(folder: ModelFolder, override: pb.ModelConfig | None, defaults: 
     config = deepcopy(override) if override is not None else pb.ModelConfig()
     if override is None and folder.config:
         config = parse_config(folder.config)
-    elif override is None and folder.file is None:
+    elif override is None:
         _tell_misplaced(folder)
     if config.name not in ("", folder.name) and not folder.renamed:
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
@@ -61,6 +61,11 @@ def load_config(folder: ModelFolder, override: pb.ModelConfig | None, defaults: 
 def _tell_misplaced(folder: ModelFolder) -> None:
     """Log what looks like the configuration of a model that has none."""
     with suppress(OSError):  # only a warning depends on it
+        if folder.file is not None:
+            if exists(beside := folder.file.parent / CONFIG_FILE):
+                how = f"serve a folder with it and the model as {DEFAULT_MODEL_FILE}"
+                _log.warning("%s is ignored, as a model that is a file has no configuration: %s", beside, how)
+            return
         for place in sorted({folder.path, *folder.versions.values()}):
             names = [name for name in os.listdir(place) if not is_ignored(name)]
             for name in get_close_matches(CONFIG_FILE, names, cutoff=0.8):

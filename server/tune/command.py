@@ -158,6 +158,7 @@ def tune(
     for flag, file in (("--out", out), ("--html", html)):
         check_writable(flag, file)
     # Heavy: `paceline tune --help` does without.
+    from paceline.server.models.layout import DEFAULT_MODEL_FILE
     from paceline.server.telemetry import log
     from paceline.server.tune.choosing import Goal
     from paceline.server.tune.job import Asked, tune_model
@@ -189,6 +190,6 @@ def tune(
         if html is not None:
             write_file("--html", html, page(tuned, config))
     if out is None and form == "text":
-        place = f", in a folder with {model.name} that is then served" if model.is_file() else ""
+        place = f", beside the model as {DEFAULT_MODEL_FILE} in a folder that is then served" if model.is_file() else ""
         click.echo(f"\nas config.pbtxt{place} (--out writes it):\n\n{config}".rstrip())
     raise click.exceptions.Exit(int(not tuned.is_met))

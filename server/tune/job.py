@@ -83,6 +83,9 @@ def tune_model(asked: Asked, say: Say, backend_of: Callable[[str], Backend] | No
     all is done. Raises TuneError, and InputError for inputs that can't be made up. To be called on the main thread:
     whatever ends it ends the servers that are tried."""
     name, config = own_model(asked.model)
+    if config.HasField("ensemble_scheduling"):
+        steps = ", ".join(dict.fromkeys(one.model_name for one in config.ensemble_scheduling.step))
+        raise TuneError(f"model '{name}' can't be tuned: it is an ensemble; tune the models of its steps: {steps}")
     with asyncio.Runner(loop_factory=new_loop) as runner:
         goal, load, now, tried = runner.run(measure_model(asked, say, backend_of))
         trials = Trials(asked.model, config, load, now, asked.seed, asked.allow_python_models)
@@ -249,8 +252,6 @@ async def _engine(
 
 
 def _why_not(served: ServedModel) -> str:
-    if served.pipeline is not None:
-        return "it is an ensemble; tune the models of its steps"
     if served.spec.sequence is not None:
         return "its requests are steps of sequences, which depend on each other"
     if served.decoupled:

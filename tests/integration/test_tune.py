@@ -234,6 +234,16 @@ def test_folder_of_models_and_shapes_of_others_are_refused(tmp_path: Path) -> No
         assert said in result.stderr
 
 
+def test_ensemble_alone_names_what_can_be_tuned(tmp_path: Path) -> None:
+    (tmp_path / "e" / "1").mkdir(parents=True)
+    (tmp_path / "e" / "config.pbtxt").write_text(
+        'platform: "ensemble" ensemble_scheduling { step { model_name: "a" } }'
+    )
+    result = tune(tmp_path / "e", "--rate", 10)
+    assert result.exit_code == 2
+    assert "model 'e' can't be tuned: it is an ensemble; tune the models of its steps: a\n" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "flags", "said"),
     [

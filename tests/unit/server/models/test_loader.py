@@ -322,6 +322,16 @@ def test_load_logs_a_configuration_that_is_not_read(
     assert not caplog.messages
 
 
+def test_load_of_a_file_logs_a_configuration_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "m.onnx"
+    for name in ("m.onnx", "config.pbtxt"):
+        (tmp_path / name).touch()
+        with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+            load_model(ModelFolder("m", file, {1: tmp_path}, file), VersionBackend().of)
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}/config.pbtxt is ignored, as a model that is a file has no configuration: serve")
+
+
 def test_load_of_a_version_that_can_not_be_entered_says_so() -> None:
     with open_folder() as home:
         found = folder(home, 1)
