@@ -208,7 +208,8 @@ class SequenceBatcher(Generic[P, R]):
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        self._answers.give_up(self.sequences.take_waiting(SequenceEnd.REFUSED), Drop.NO_INSTANCE, NoInstance)
+        waiting = self.sequences.take_waiting(SequenceEnd.REFUSED, self._clock.now_ns())
+        self._answers.give_up(waiting, Drop.NO_INSTANCE, NoInstance)
         for batcher in self._batchers:
             batcher.suspend()
         self._go_on(self._clock.now_ns())
@@ -238,7 +239,8 @@ class SequenceBatcher(Generic[P, R]):
         self._stopped = True
         if self._alarm is not None:
             self._alarm.close()
-        self._answers.give_up(self.sequences.take_waiting(SequenceEnd.REPLACED), Drop.CLOSED, BatcherClosed)
+        waiting = self.sequences.take_waiting(SequenceEnd.REPLACED, self._clock.now_ns())
+        self._answers.give_up(waiting, Drop.CLOSED, BatcherClosed)
         for batcher in self._batchers:
             batcher.close()
         self._quiet.set()

@@ -243,15 +243,13 @@ class Sequences(Generic[RequestT]):
         if (sequence := self._by_id.get(id_)) is not None:
             self._end(sequence, SequenceEnd.END, now_ns)
 
-    def take_waiting(self, why: SequenceEnd) -> list[RequestT]:
+    def take_waiting(self, why: SequenceEnd, now_ns: int) -> list[RequestT]:
         """Remove and return all requests that wait here. Their sequences end when their steps at the batcher have."""
         dropped, self.dropped = self.dropped, []
         for sequence in [one for one in dict.fromkeys(self._of.values()) if one.steps]:
             self._cut(sequence, why)
-            if self._placeless.pop(sequence, self) is None:
-                self.ended[why] += 1
-            elif sequence.place is None:
-                self._following -= 1
+            if sequence.place is None:
+                self._leave_unplaced(sequence, now_ns)
         taken, self.dropped = [request for request, _ in self.dropped], dropped
         return taken
 
@@ -298,10 +296,7 @@ class Sequences(Generic[RequestT]):
         del steps[place], self._of[request]
         self._lose(sequence, why, place)
         if not steps and sequence.place is None:
-            if self._placeless.pop(sequence, self) is None:
-                self._leave(sequence, now_ns)
-            else:
-                self._following -= 1
+            self._leave_unplaced(sequence, now_ns)
 
     def _end(self, sequence: Sequence[RequestT], why: SequenceEnd, now_ns: int) -> None:
         """A sequence ends after the steps that have arrived: now, if there are none."""
@@ -351,6 +346,13 @@ class Sequences(Generic[RequestT]):
             self._gone.move_to_end(id_)
             if len(self._gone) > _MAX_GONE:
                 self._gone.popitem(last=False)
+
+    def _leave_unplaced(self, sequence: Sequence[RequestT], now_ns: int) -> None:
+        """A sequence is over before it had a place. One that follows another is counted when that is over."""
+        if self._placeless.pop(sequence, self) is None:
+            self._leave(sequence, now_ns)
+        else:
+            self._following -= 1
 
     def _leave(self, sequence: Sequence[RequestT], now_ns: int, *, counted: bool = True) -> None:
         """A sequence is over; its place is for another one. It isn't `counted` if it has never begun, or has steps, for

@@ -215,6 +215,9 @@ class Inference:
         else:
             self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
+            if flight.gone:  # by what was said of one before it
+                flight.let_go()
+                continue
             try:
                 flight.on_done()
             except Exception:  # noqa: BLE001 - logged; the others of the batch are owed their answers

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from paceline.backends.errors import ExecutionError
+from paceline.backends.errors import ExecutionError, InstanceError
 from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from tests import open_puppet
@@ -153,6 +153,21 @@ async def test_error_behind_one_answer_leaves_the_others(tmp_path: Path) -> None
         told = await answers(started, asking(f"{COUNT}request.end()"))
         assert [one for one, _ in told if one is not None] == [0, "in ensemble 'e', step 1 ('after'): not one", 2]
         await until_quiet(started)
+
+
+async def test_steps_that_fail_together_give_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    after = echo_model("INT64", -1)
+    after.faults.raise_next(InstanceError("no"))
+    both: Sequence[Step] = [THEN[0], THEN[1], ("after", {"a": "mid"}, {"x": "too"})]  # they share a batch
+    async with served(tmp_path, after, both, {**TENSORS[1], "too": "INT64 -1"}) as started:
+        stream = Stream(started)
+        await stream.send(asking("send(1)\nmodel.kept.append(request)"))
+        assert (await stream.message()).error_message == "in ensemble 'e', step 1 ('after'): no"
+        assert await answers(started, asking("model.kept.pop().end()\nrequest.end()")) == []
+        assert await rest(stream) == []
+        await until_quiet(started)
+        assert started.failed("after") == 2
+    assert "a bug" not in caplog.text
 
 
 @pytest.mark.parametrize(

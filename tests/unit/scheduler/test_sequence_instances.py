@@ -110,6 +110,28 @@ async def test_step_taken_back_of_a_lost_instance_may_be_cancelled() -> None:
     bench.batcher.close()
 
 
+async def test_id_of_a_refused_sequence_is_free() -> None:
+    bench = Bench(SequencePolicy(places=1))
+    await bench.send(1, "a", start=True)
+    refused = [await bench.send(2, name, start=name != "d", end=name == "b") for name in "bcd"]  # and one that follows
+    bench.runners[0].fail(OSError("lost"))
+    await one_turn()
+    bench.batcher.suspend()
+    await one_turn()
+    for request in refused:
+        with pytest.raises(NoInstance):
+            request.result()
+    ended = bench.batcher.sequences.ended
+    assert (ended[SequenceEnd.INSTANCE_LOST], ended[SequenceEnd.REFUSED]) == (1, 2)
+    bench.runners[0] = StepRunner(bench.clock)
+    bench.batcher.add(bench.runners[0])
+    again = await bench.send(2, "e", start=True)
+    await bench.finish()
+    assert again.result() == "e"
+    assert (bench.batcher.sequences.live, bench.batcher.sequences.waiting) == (1, 0)
+    bench.batcher.close()
+
+
 def bare(policy: SequencePolicy) -> tuple[Sequences[Request[str, str]], list[Request[str, str]]]:
     """Without a batcher; and first steps of three sequences."""
     requests: list[Request[str, str]] = [Request("", 1, "k") for _ in range(3)]
