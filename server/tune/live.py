@@ -169,7 +169,9 @@ class LiveServer:
         others_ns = after.all_ns - before.all_ns - (after.ours_ns - before.ours_ns) - total.cpu_ns
         others = max(0.0, others_ns / (measured.seconds * 1e9 * (os.cpu_count() or 1)))
         if others > MUCH_OTHERS:
-            doubts.append(f"{others:.0%} of the processors' time was others': this may be different when they rest")
+            doubts.append(
+                f"others had {others:.0%} of the processors' time, so that figures may be worse than on an idle machine"
+            )
         halves = [merged(part).latencies for part in (counted[: len(counted) // 2], counted[len(counted) // 2 :])]
         return Live(
             offered=total.due / measured.seconds,

@@ -174,14 +174,16 @@ class Tuned:
         return " ".join([f"{self.choice.tried} settings simulated. {from_where}", *self.doubts()])
 
     def doubts(self) -> list[str]:
-        """A sentence for each of `named` that couldn't be tried, or not as it should be."""
-        said = []
+        """A sentence for each of `named` that couldn't be tried, and for what else was not as it should be."""
+        failed = {name: one.failure for name, one in self.named.items() if one.failure}
+        doubted: dict[str, list[str]] = {}
         for name, one in self.named.items():
-            if one.failure:
-                said.append(f"{name.capitalize()} couldn't be tried: {one_line(one.failure)}.")
-            elif one.live is not None and one.live.doubts:
-                said.append(f"When {name} was tried, {'; '.join(one.live.doubts)}.")
-        return said
+            for doubt in one.live.doubts if one.live is not None else ():
+                doubted.setdefault(doubt, []).append(name)
+        return [
+            *(f"{name.capitalize()} couldn't be tried: {one_line(failure)}." for name, failure in failed.items()),
+            *(f"When tried, {doubt}: {', '.join(names)}." for doubt, names in doubted.items()),
+        ]
 
     def apart(self) -> list[str]:
         """A sentence for each of `named` whose measurement is far from what was predicted of the same load."""

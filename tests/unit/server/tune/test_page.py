@@ -101,5 +101,5 @@ def test_what_was_tried_stands_beside_its_prediction() -> None:
     p50, p99 = (f"{(best.found.latencies.percentile_ns(share) or 0) / 1e6:.3g} ms" for share in (50, 99))
     per_s, rows = f"{best.found.throughput:.4g}", f"{best.found.rows_per_batch:.3g}"
     assert f"best 150 {per_s} 149.5 {p50} 12 ms {p99} 12 ms {rows} 1.25" in shown
-    assert "When best was tried, requests were sent late." in shown
+    assert "When tried, requests were sent late: best, second." in shown
     assert "second 100 - 149.5 - 12 ms - 12 ms - 1.25" in shown
