@@ -26,8 +26,8 @@ from paceline.server.bulk.columns import Columns
 from paceline.server.bulk.execution import Calls, execute
 from paceline.server.bulk.folder import JobFolder, Mark, Part
 from paceline.server.bulk.memory import Probed, fixed_sizes, units_at_once
-from paceline.server.bulk.models import EngineModel, engine_model, server_model
-from paceline.server.bulk.probe import MOST_ROWS, PLAIN_ROWS, Choice, Sample, choose, measure
+from paceline.server.bulk.models import MOST_ROWS, EngineModel, engine_model, server_model
+from paceline.server.bulk.probe import PLAIN_ROWS, Choice, Sample, choose, measure
 from paceline.server.bulk.report import DryRun, counted
 from paceline.server.bulk.settings import BulkSettings
 from paceline.server.bulk.tally import Tally

@@ -48,7 +48,10 @@ from paceline.server.models.layout import CONFIG_FILE
 from paceline.server.models.model_config import parse_config
 from paceline.server.models.served_model import ServedModel
 
-__all__ = ["EngineModel", "ServerModel", "engine_model", "model_paths", "server_model"]
+__all__ = ["MOST_ROWS", "EngineModel", "ServerModel", "engine_model", "model_paths", "server_model"]
+
+MOST_ROWS = 1_024
+"""Of a call to a model that sets no limit of its own."""
 
 _NO_PARAMETERS: Parameters = {}
 
@@ -94,12 +97,13 @@ async def engine_model(
     backend_of: Callable[[str], Backend] | None = None,
 ) -> AsyncIterator[EngineModel]:
     """The model at `path` in an engine that runs as long as this does. `max_rows` is for models without a
-    configuration. Raises BulkError."""
+    configuration; if others are needed, they take at least `MOST_ROWS`. Raises BulkError."""
     paths = model_paths(path)
     engine = Engine(
         *paths,
         backend_of=backend_of,
-        max_batch_size=max_rows,
+        # What an ensemble or code asks of others has as many rows as that says, however few a call of the job has.
+        max_batch_size=max_rows if len(paths) == 1 else max(max_rows, MOST_ROWS),
         offline=offline,
         execution_timeout_s=execution_timeout_s,
         allow_python_models=allow_python_models,

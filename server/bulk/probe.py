@@ -29,10 +29,7 @@ from paceline.server.cpus import usable_cpus
 from paceline.server.models.defaults import Offline
 from paceline.server.models.offline import layouts
 
-__all__ = ["MOST_ROWS", "PLAIN_ROWS", "Choice", "Measured", "Sample", "choose", "measure", "sizes_of"]
-
-MOST_ROWS = 1_024
-"""Of a call to a model that sets no limit of its own."""
+__all__ = ["PLAIN_ROWS", "Choice", "Measured", "Sample", "choose", "measure", "sizes_of"]
 
 PLAIN_ROWS = 32
 """Of a call, where nothing could be found out."""

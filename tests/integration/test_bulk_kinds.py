@@ -117,6 +117,16 @@ async def test_calls_of_a_model_without_batch_axis_are_rows(tmp_path: Path) -> N
     assert became == Became({0: [11, 22], 1: [33, 44]}, {})
 
 
+async def test_steps_take_more_rows_than_calls_have(tmp_path: Path) -> None:
+    (tmp_path / "double" / "1").mkdir(parents=True)
+    (tmp_path / "double" / "1" / "model.py").write_text(PYTHON)
+    config = ensemble_config([("double", {"x": "in"}, {"y": "out"})], {"in": "INT64 1"}, {"out": "INT64 1"})
+    folder = write_ensemble(tmp_path, "e", config)
+    numbers = {"in": pa.array([[3], [5]], pa.list_(pa.int64(), 1))}
+    became = await computed(folder, numbers, 1, allow_python_models=True)
+    assert became.outputs == {0: [6], 1: [10]}
+
+
 async def test_model_that_may_answer_more_than_once_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").write_text(PYTHON)
