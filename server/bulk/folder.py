@@ -228,9 +228,10 @@ class JobFolder:
         with explained(self.path), open(path, "xb"):
             return path
 
-    def finish(self, units: int) -> Totals | None:
-        """If all units of all shards are finished, of which there are `units`, says so in the folder, for good. Of
-        shards that end at the same moment at least one finds that, or all: they write the same."""
+    def finish(self, units: int, judge: Callable[[int, int], None] = lambda bad, rows: None) -> Totals | None:
+        """If all units of all shards are finished, of which there are `units`, says so in the folder, for good, unless
+        `judge` raises, which is told how many of all rows are at fault. Of shards that end at the same moment at least
+        one finds that, or all: they write the same."""
         with explained(self.path):
             if not self._finished_units().issuperset(range(units)):
                 return None
@@ -238,6 +239,7 @@ class JobFolder:
             if None in marks:  # another shard has begun to do some again
                 return None
             totals = Totals(units, sum(mark.rows for mark in marks if mark), sum(mark.bad for mark in marks if mark))
+            judge(totals.bad, totals.rows + totals.bad)
             self._put(self._success, totals._asdict())
         return totals
 

@@ -64,9 +64,10 @@ class Job:
             if not (await blocking(lambda: source.schema)).names:  # files of text without any row have none
                 return await blocking(folder.finish, 0)
             tally.doing = "loading the model"
-            async with computing.units(source, folder, fixed, Judge(settings, tally, source)) as work:
+            judge = Judge(settings, tally, source)
+            async with computing.units(source, folder, fixed, judge) as work:
                 tally.doing, self.computing_since = "computing", monotonic()
-                return await self._all_units(source, folder, fixed, work)
+                return await self._all_units(source, folder, fixed, work, judge)
         finally:
             await computing.close()
             folder.close()
@@ -109,7 +110,7 @@ class Job:
             return await self._blocking(open_with, lambda: fixed)
 
     async def _all_units(
-        self, source: Source, folder: JobFolder, fixed: Fixed, work: UnitWork | RayUnits
+        self, source: Source, folder: JobFolder, fixed: Fixed, work: UnitWork | RayUnits, judge: Judge
     ) -> Totals | None:
         plan = _Plan(source, folder, fixed, self._tally, self._blocking)
 
@@ -126,8 +127,8 @@ class Job:
                     group.create_task(worker())
         except* BulkError as errors:
             raise BulkError(str(errors.exceptions[0])) from errors.exceptions[0]
-        until_s = monotonic() + _SEEN_S
-        while (totals := await self._blocking(folder.finish, plan.units)) is None and folder.shard == ALONE:
+        until_s, finish = monotonic() + _SEEN_S, partial(folder.finish, plan.units, judge.of_all)
+        while (totals := await self._blocking(finish)) is None and folder.shard == ALONE:
             if monotonic() >= until_s:
                 raise BulkError(f"parts that were finished aren't in {folder.path} any more: start it again to do them")
             await asyncio.sleep(1.0)

@@ -258,9 +258,11 @@ class Summary:
         return done
 
     def _next(self, rows_bad: int) -> list[str]:
-        done = self.tally.units_before + self.tally.units_done
+        done, is_planned = self.tally.units_before + self.tally.units_done, self.tally.planned_share >= 1
+        if self.outcome is Outcome.FAILED and is_planned and done == self.tally.units:
+            return []  # why it has failed says what would help
         if self.outcome in (Outcome.STOPPED, Outcome.FAILED):
-            of = f" of {self.tally.units:,}" if self.tally.planned_share >= 1 else ""
+            of = f" of {self.tally.units:,}" if is_planned else ""
             kept = f"; parts that are finished, {done:,}{of}, won't be computed again" if done else ""
             return [f"next: start it again to go on{kept}"] if done or self.outcome is Outcome.STOPPED else []
         lines = []

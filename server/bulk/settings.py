@@ -40,7 +40,7 @@ _LEAST_MEMORY_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class MaxBad:
     """A job ends early once more than `rows` are at fault, or more than `share` of those read so far, of which there
-    have to be a thousand first."""
+    have to be a thousand first. At its end, all its rows are judged, however few they are."""
 
     rows: int | None = None
     share: float = 0.01

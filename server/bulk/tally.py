@@ -191,3 +191,13 @@ class Judge:
                 f"more rows are at fault than the {settings.max_bad} of --max-bad; one of them, "
                 f"{file}, row {row}: {bad[0].reason}"
             )
+
+    def of_all(self, bad: int, rows: int) -> None:
+        """Raises BulkError if so many are at fault of all the `rows` of the job, those of other shards included, that
+        it isn't finished."""
+        max_bad = self._settings.max_bad
+        if max_bad.is_exceeded(bad, rows, are_all=True):
+            raise BulkError(
+                f"of all {rows:,} rows, {bad:,} are at fault, more than the {max_bad} of --max-bad; every part is "
+                "written: start it again with a --max-bad that allows as many, or with --retry-bad"
+            )

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from paceline.server.bulk.folder import Totals
 from paceline.server.bulk.job import Job
-from paceline.server.bulk.settings import BulkSettings
+from paceline.server.bulk.settings import BulkSettings, MaxBad
 from paceline.server.bulk.tally import Tally
 from tests.integration.serving import echo_model, write_model
 from tests.memory_models import MemoryBackend, MemoryModel
@@ -37,7 +37,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class BulkJob:
-    """Made once, started as often as a test likes. `memory` is the model: rows of one number, batches of 4."""
+    """Made once, started as often as a test likes. `memory` is the model: rows of one number, batches of 4. Any number
+    of rows may be at fault."""
 
     root: Path
     settings: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class BulkJob:
         """A start of it. `tally` is that of the last one."""
         self.tally = Tally()
         given = {"inputs": (str(self.root / "in" / "*.parquet"),), "keep": ("id",), "batch_rows": 4, "instances": 1}
-        given |= {"unit_rows": 8, **self.settings, **more, "out": self.out}
+        given |= {"unit_rows": 8, "max_bad": MaxBad(share=1.0), **self.settings, **more, "out": self.out}
         backend = MemoryBackend({"m": self.memory})
         settings = BulkSettings(model=str(self.root / "m"), **given)
         return Job(settings, self.tally, lambda _: backend)

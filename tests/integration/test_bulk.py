@@ -58,12 +58,23 @@ async def test_too_many_rows_at_fault_end_the_job(job: BulkJob) -> None:
         await job.run(max_bad=MaxBad(rows=2))
 
 
-async def test_a_share_at_fault_counts_from_a_thousand_rows_on(job: BulkJob) -> None:
+async def test_a_share_at_fault_ends_the_job_from_a_thousand_rows_on(job: BulkJob) -> None:
+    write_rows(job.root / "in" / "a.parquet", [float(row) for row in range(3_000)])
     job.memory.faults.raise_when(has(10.0), ExecutionError("no such number"))
-    assert await job.run(max_bad=MaxBad(share=0.0)) == (4, 20, 1)
-    write_rows(job.root / "in" / "a.parquet", [float(row) for row in range(1_000)])
-    with pytest.raises(BulkError, match=r"more rows are at fault than the 0 % of --max-bad"):
-        await job.run(max_bad=MaxBad(share=0.0), unit_rows=2_000, resumes=False)
+    with pytest.raises(BulkError, match=r"more rows are at fault than the 0 % of --max-bad; one of them, .*, row 10:"):
+        await job.run(max_bad=MaxBad(share=0.0), unit_rows=2_000)
+
+
+async def test_all_rows_are_judged_at_the_end(job: BulkJob) -> None:
+    job.memory.faults.raise_when(has(10.0, 51.0), ExecutionError("no such number"))
+    judged = r"of all 21 rows, 2 are at fault, more than the 9 % of --max-bad; every part is written"
+    assert await job.run(max_bad=MaxBad(share=0.09), shard=(0, 2)) is None
+    for shard in ((1, 2), (0, 2)):  # whoever finds that the others have finished
+        with pytest.raises(BulkError, match=judged):
+            await job.run(max_bad=MaxBad(share=0.09), shard=shard)
+    assert "_SUCCESS" not in files_of(job.out)
+    assert await job.run(max_bad=MaxBad(share=0.1)) == (4, 19, 2)
+    assert job.tally.executions == 0
 
 
 async def test_a_job_begins_whatever_its_first_rows_are(job: BulkJob) -> None:
@@ -76,11 +87,11 @@ async def test_a_job_whose_rows_all_fail_needs_leave(job: BulkJob) -> None:
     write_rows(job.root / "in" / "a.parquet", [1.0, 2.0, 3.0])
     (job.root / "in" / "b.parquet").unlink()
     job.memory.faults.raise_when(has(1.0, 2.0, 3.0), ExecutionError("no such number"))
-    for more in ({}, {"max_bad": MaxBad(rows=2)}):
+    for max_bad in (MaxBad(), MaxBad(rows=2)):
         with pytest.raises(BulkError, match=r"none of the first 3 rows could be computed: .*no such number"):
-            await job.run(**more)
+            await job.run(max_bad=max_bad)
     assert not (job.out / "_paceline" / "job.json").exists()
-    assert await job.run(max_bad=MaxBad(share=1.0)) == (1, 0, 3)
+    assert await job.run() == (1, 0, 3)
 
 
 async def test_a_stopped_job_goes_on_to_the_same_bytes(job: BulkJob) -> None:
