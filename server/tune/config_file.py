@@ -13,6 +13,7 @@ from google.protobuf import text_format
 
 from paceline.protos import model_config_pb2 as pb
 from paceline.scheduler.policy import BatchPolicy
+from paceline.server.models.batch_policy import own_settings
 from paceline.server.models.defaults import ALLOW_SPINNING, INTRA
 from paceline.server.models.offline import configured_for
 from paceline.server.tune.choosing import Setting
@@ -47,13 +48,14 @@ def changes_of(config: pb.ModelConfig, now: Setting, chosen: Setting) -> list[Ch
     """What differs, of a model with its own `config`."""
     mine, policy = now.policy, chosen.policy
     layout, offline = chosen.layout, chosen.layout.offline
+    refuses = policy.max_batch_rows < mine.max_batch_rows and not own_settings(config).split_oversized
     found = [
         Change(
             "max_batch_size",
             str(mine.max_batch_rows),
             str(policy.max_batch_rows),
             f"such a batch executes for {plain_time(layout.curve.mean_ns(policy.max_batch_rows))}"
-            + "; requests with more rows are refused" * (policy.max_batch_rows < mine.max_batch_rows),
+            + "; requests with more rows are refused" * refuses,
         ),
         Change(
             "dynamic_batching.preferred_batch_size",

@@ -47,6 +47,8 @@ def test_smaller_largest_batch_says_what_is_refused() -> None:
     (smaller, *_), (larger, *_) = changes_of(OWN, BEST, NOW), changes_of(OWN, NOW, BEST)
     assert smaller.why == "such a batch executes for 2.29 ms; requests with more rows are refused"
     assert "refused" not in larger.why
+    splits = parsed('parameters { key: "paceline.split_oversized" value { string_value: "true" } }')
+    assert changes_of(splits, BEST, NOW)[0].why == "such a batch executes for 2.29 ms"
 
 
 def test_threads_of_the_model_itself_are_told() -> None:
