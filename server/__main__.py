@@ -62,12 +62,11 @@ def main() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:  # commands that are asked to read it find it empty
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    from paceline.server.memory import huge_pages
-    from paceline.server.tuning import excluded_from_gc
-
     if sys.argv[1:2] == ["serve"]:
-        huge_pages.ask()
         from paceline.server.cpus import usable_cpus
+        from paceline.server.memory import huge_pages
+
+        huge_pages.ask()
 
         # For the libraries of Python models, and numpy's here, which read it when they are imported.
         if (cpus := usable_cpus()).limited_by:
@@ -76,6 +75,19 @@ def main() -> None:
     # verbosity it logs every failed handshake, and even at ERROR malformed headers: anybody could make it write a lot.
     # It reads the variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from google.protobuf.runtime_version import VersionError
+
+    try:
+        _run(is_interruptible=is_interruptible)
+    except VersionError as error:
+        # pip installs what a package needs in place of what another does, and only says so.
+        advice = "name paceline and what was installed after it in one `pip install`, or give each its own environment"
+        sys.exit(f"Error: installed packages need different versions of protobuf: {advice}: {error}")
+
+
+def _run(*, is_interruptible: bool) -> None:
+    from paceline.server.tuning import excluded_from_gc
+
     with excluded_from_gc():
         from paceline.server.cli import main as command
         from paceline.server.telemetry.log_output import StdoutError, exit_now, take_stdout

@@ -208,3 +208,23 @@ def test_failed_start_without_any_standard_stream_exits_with_status_1(tmp_path: 
 def test_start_with_settings_only_in_the_environment_reads_them(tmp_path: Path) -> None:
     env = {"PACELINE_MODEL_REPOSITORY": str(tmp_path / "nowhere")}
     assert failed_start(env=env) == f"{tmp_path}/nowhere: No such file or directory"
+
+
+def test_packages_for_another_protobuf_are_told(tmp_path: Path) -> None:
+    package = tmp_path / "grpc_health" / "v1"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "health_pb2.py").write_text(
+        "from google.protobuf import runtime_version as v\n"
+        "v.ValidateProtobufRuntimeVersion(v.Domain.PUBLIC, 99, 0, 0, '', 'grpc_health/v1/health.proto')\n"
+    )
+    (package / "health_pb2_grpc.py").write_text("from grpc_health.v1 import health_pb2\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "models"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert done.stderr.startswith("Error: installed packages need different versions of protobuf: name paceline and")
