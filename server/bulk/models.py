@@ -189,8 +189,6 @@ _MOST_CALLS = 64
 """Of one row each: enough to fill a server's batches."""
 _TOO_LARGE = ("larger than max", "one message can carry", "--max-request-elements")
 """What gRPC and servers say of a request that is too large by itself, rather than one too many."""
-_OF_STREAMS = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED})
-"""What may be the fault of streams alone."""
 _LOST = "RST_STREAM"
 """In what gRPC says of a call whose connection has broken, if it doesn't say that it is unavailable."""
 
@@ -220,6 +218,7 @@ class ServerModel:
         # On a stream, a generation is answered token by token.
         self._streams = calls if _generates(description) else streams
         self._calls, self._parameters, self._say = calls, parameters, say
+        self._have_answered = False
         self.description = _asked_of(description, parameters)
         self.max_rows = description.batching.max_rows if description.batching is not None else 0
         self.at_once = _at_once(description)
@@ -238,10 +237,12 @@ class ServerModel:
 
     async def _infer(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
         try:
-            return await self._asked(self._streams, inputs, outputs)
+            answer = await self._asked(self._streams, inputs, outputs)
+            self._have_answered = True
+            return answer
         except InferenceError as error:
-            is_lost = _LOST in error.message
-            if not (is_lost or error.status in _OF_STREAMS or error.message == ENDED):
+            are_none = error.status is grpc.StatusCode.UNIMPLEMENTED or error.message == ENDED
+            if not (are_none or error.status is grpc.StatusCode.UNKNOWN or _LOST in error.message):
                 raise
         # Streams of other servers don't tell an error's status, which says whether the rows are at fault.
         try:
@@ -250,7 +251,8 @@ class ServerModel:
             if _LOST not in error.message:
                 raise
             raise Unavailable(grpc.StatusCode.UNAVAILABLE, error.message) from error
-        if not is_lost:  # the server has no streams, or, as MLServer, others than the protocol's
+        # The server has no streams, or, as MLServer, others than the protocol's. Those that have answered may end, too.
+        if are_none and not self._have_answered:
             self._streams = self._calls
         return answer
 

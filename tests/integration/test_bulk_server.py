@@ -82,6 +82,34 @@ class OtherStreams(Peer):
         yield pb.ModelStreamInferResponse(error_message=next(requests).model_name)
 
 
+class FullOnce(Peer):
+    """As Triton: a stream's errors don't say their status. `called` counts what didn't come over streams."""
+
+    called = 0
+
+    def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        self.called += 1
+        return super().ModelInfer(request, context)
+
+    def ModelStreamInfer(
+        self, requests: Iterator[pb.ModelInferRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ModelStreamInferResponse]:
+        for number, request in enumerate(requests):
+            answer = super().ModelInfer(request, context)
+            full = "Exceeds maximum queue size" if number == 2 else ""
+            yield pb.ModelStreamInferResponse(error_message=full, infer_response=answer)
+
+
+async def test_error_without_a_status_leaves_streams_in_use() -> None:
+    with serving_peer(full := FullOnce()) as peer:
+        for tensors in (peer.model.inputs, peer.model.outputs):
+            tensors.add(name="a", datatype="FP32", shape=[-1, 1])
+        async with server_model(peer.target, "m", access=ConnectionOptions(), parameters={}, batch_rows=1) as model:
+            for _ in range(5):
+                await model.infer({"a": np.ones((1, 1), np.float32)}, ["a"])
+    assert full.called == 1
+
+
 @pytest.mark.parametrize("kind", [Peer, OtherStreams])
 async def test_server_without_such_streams_is_called(kind: type[Peer]) -> None:
     with serving_peer(kind()) as peer:
