@@ -320,9 +320,10 @@ class Sequences(Generic[RequestT]):
 
     def _cut(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:
         """End a sequence after the first `keep` of its waiting steps; the others are dropped."""
-        steps = sequence.steps
-        while steps and len(steps) > keep:
-            self._drop(sequence, steps.pop(), why)
+        steps = sequence.steps or deque[RequestT]()
+        for request in [*islice(steps, keep, None)]:
+            steps.pop()
+            self._drop(sequence, request, why)
         self._forget(sequence)
         if sequence.ends in (None, SequenceEnd.END):
             sequence.ends = why

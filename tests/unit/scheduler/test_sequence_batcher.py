@@ -140,6 +140,22 @@ async def test_sequence_ends_where_a_waiting_step_is_lost(fate: str) -> None:
     assert bench.seen.count(Drop.SEQUENCE_ENDED) == 1
 
 
+@pytest.mark.parametrize("fate", ["lost", "suspended"])
+async def test_lost_steps_are_told_in_order(fate: str) -> None:
+    bench = Bench()
+    told: list[str] = []
+    steps = [await bench.send(7, name, start=name == "a") for name in "abcd"]
+    for step in steps:
+        step.on_answers = lambda requests: told.extend(one.payload for one in requests)
+    if fate == "lost":
+        steps[1].cancel()
+    else:
+        bench.batcher.suspend()
+    await one_turn()
+    assert told == ["b", "c", "d"]
+    bench.batcher.close()
+
+
 async def test_first_step_of_a_passed_deadline_loses_those_behind() -> None:
     bench = Bench(SequencePolicy(max_sequences=1))
     await bench.send(1, "a", start=True)
