@@ -110,14 +110,17 @@ def test_best_settings_are_tried_on_servers(tmp_path: Path, monkeypatch: pytest.
 
 def test_executions_that_were_slowed_down_are_measured_again(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    slow = "        time.sleep(next(ones) if len(inputs['x']) == 1 else 0.002)\n        return"
-    ones = "import itertools, time\nones = itertools.chain([0.008] * 50, itertools.repeat(0.0))\n"
-    (tmp_path / "m" / "1" / "model.py").write_text(ones + PYTHON.replace("        return", slow))
-    (tmp_path / "m" / "config.pbtxt").write_text('backend: "python" max_batch_size: 2')
+    # The first ones of 2 and of 4 rows: so many that larger batches would seem to lose.
+    slow = "        rows = len(inputs['x'])\n        seen[rows] += 1\n"
+    slow += "        time.sleep(0.05 if rows in (2, 4) and seen[rows] <= 12 else 0.002)\n        return"
+    seen = "import collections, time\nseen = collections.Counter()\n"
+    (tmp_path / "m" / "1" / "model.py").write_text(seen + PYTHON.replace("        return", slow))
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "python" max_batch_size: 8')
     result = tune(tmp_path / "m", "--clients", 1, "--no-verify", "--allow-python-models", "--format", "json")
     assert result.exit_code == 0, result.output
     measured_ms = json.loads(result.stdout)["best"][0]["measured_ms"]
-    assert measured_ms["1"] < measured_ms["2"]
+    assert list(measured_ms) == ["1", "2", "4", "8"]
+    assert max(measured_ms.values()) < 20
 
 
 def test_slow_executions_are_waited_for(tmp_path: Path) -> None:
