@@ -200,18 +200,21 @@ class Batcher(Generic[P, R]):
         if not self._stopped:
             self._recovery.instance_ended(runner, error)
 
-    def suspend(self, is_taken: Callable[[Request[P, R]], bool] = lambda request: False) -> None:
-        """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already, but
-        for those in the queue that are to go elsewhere (`is_taken`)."""
+    def suspend(self) -> None:
+        """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already."""
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        waiting = dict.fromkeys(self._queue.take_all())
-        for request in filter(is_taken, [*waiting]):
-            del waiting[request]
-            self._answers.elsewhere(request)
-        self._answers.give_up((*waiting, *self._recovery.take_all()), Drop.NO_INSTANCE, NoInstance)
+        self._answers.give_up((*self._queue.take_all(), *self._recovery.take_all()), Drop.NO_INSTANCE, NoInstance)
         self._turns.take()
+
+    def take_waiting(self) -> Sequence[Request[P, R]]:
+        """Remove the requests in the queue: they are answered by other ways."""
+        self.take_announced()
+        taken = self._queue.take_all()
+        for request in taken:
+            self._answers.elsewhere(request)
+        return taken
 
     def flush(self) -> None:
         """From now on, let nothing wait for more requests: execute what is queued, and what still arrives, at once."""

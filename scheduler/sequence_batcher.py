@@ -336,12 +336,10 @@ class SequenceBatcher(Generic[P, R]):
         """The successor of a lost instance knows nothing of its sequences. Of what waits for it, steps that start anew
         may go to any other; the rest is given up."""
         now_ns = self._clock.now_ns()
-
-        def is_taken(request: Request[P, R]) -> bool:
+        for request in self._batchers[number].take_waiting():
             request.batcher = self
-            return self.sequences.take_back(request, now_ns)
-
-        self._batchers[number].suspend(is_taken)
+            self.sequences.take_back(request, now_ns)
+        self._batchers[number].suspend()
         self._go_on(now_ns)
 
 

@@ -151,18 +151,16 @@ class Sequences(Generic[RequestT]):
             self._note_gone(sequence.id, SequenceEnd.END)
         self._go_on(sequence, now_ns)
 
-    def take_back(self, request: RequestT, now_ns: int) -> bool:
-        """The batcher of an instance that is lost had a step that hasn't begun. Whether that waits here again, as it is
-        to start anew."""
-        if not (request.step and request.step.start):
-            return False
+    def take_back(self, request: RequestT, now_ns: int) -> None:
+        """The batcher of an instance that is lost had a step that hasn't begun. It waits here again if it is to start
+        anew, and is dropped if not."""
         sequence = self._of[request]
         sequence.executing = sequence.payload = None
         self._wait(sequence, request)
         assert sequence.steps is not None
         sequence.steps.rotate(1)
+        self._lose(sequence, SequenceEnd.INSTANCE_LOST)
         self._go_on(sequence, now_ns)
-        return True
 
     def refuse(self, request: RequestT, now_ns: int) -> None:
         """The batcher has refused a step that had just arrived. Its sequence is as before, but steps that follow are

@@ -185,10 +185,12 @@ def tune(
     try:
         click.echo(tuned.as_json() if form == "json" else tuned.text())
     finally:  # also if nobody reads the output
-        if out is not None:
-            write_file("--out", out, config)
-        if html is not None:
-            write_file("--html", html, page(tuned, config))
+        try:
+            if out is not None:
+                write_file("--out", out, config)
+        finally:
+            if html is not None:
+                write_file("--html", html, page(tuned, config))
     if out is None and form == "text":
         place = f", beside the model as {DEFAULT_MODEL_FILE} in a folder that is then served" if model.is_file() else ""
         click.echo(f"\nas config.pbtxt{place} (--out writes it):\n\n{config}".rstrip())

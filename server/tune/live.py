@@ -138,16 +138,17 @@ class LiveServer:
         timeout_s: float = _TIMEOUT_S,
     ) -> Live:
         """What `clients` in a closed loop, or `arrivals` of an open one, meet for so long, after a warm-up of a second
-        at most; of clients, until there is something to count. Raises LoadError, and TuneError if requests fail for
-        other reasons than that they are too many, or none was due."""
+        at most; of clients, until two requests of each have ended, on average. Raises LoadError, and TuneError if
+        requests fail for other reasons than that they are too many, or none was due."""
         load = Load(self._target, self._messages, timeout_s, clients=clients, arrivals=arrivals)
         with ControlClient(self._target, tls=False) as client:
             measured = measure(
                 load,
                 FixedTime(
                     *(min(WARMUP_S, seconds), seconds),
-                    # How many of a rate come is known before. Clients wait for their answers, which may take long.
-                    *((0, 1) if arrivals is not None else (FEWEST, math.ceil(_MOST_S / seconds))),
+                    # How many of a rate come is known before. Clients wait for their answers, which may take long, and
+                    # all may come at once.
+                    *((0, 1) if arrivals is not None else (max(FEWEST, 2 * clients), math.ceil(_MOST_S / seconds))),
                 ),
                 lambda: _Look(client.statistics(self._model, ""), _loop_ns(self._pid), *_used_ns(self._pid)),
             )
