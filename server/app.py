@@ -189,11 +189,12 @@ class Server:
     async def start(self) -> None:
         """Load the models and accept requests. Raises StartError; then nothing is left running."""
         try:
-            # First: a path that is wrong is told whether or not a port is free.
-            self._layout.open(may_be_empty=self._settings.model_control_mode is not ControlMode.NONE)
+            # What is wrong in the settings is told whether or not a port is free.
+            check_access(self._settings)
+            if self._upstream is None:
+                self._layout.open(may_be_empty=self._settings.model_control_mode is not ControlMode.NONE)
             self._open_metrics()
             refuse_unless_free(self._settings.grpc_address, self._settings.grpc_port, self._settings.grpc_socket_mode)
-            check_access(self._settings)
             self._tracer.start()
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()

@@ -20,10 +20,12 @@ OTHERS = {
     "--go-grpc_out": "protoc",
     "--go_opt": "protoc",
     "--go_out": "protoc",
+    "--grpc_python_out": "protoc",
     "--http-port": "tritonserver",
     "--log-verbose": "tritonserver",
     "--model": "optimum-cli",
     "--no-deps": "pip",
+    "--python_out": "protoc",
     "--predictor_protocol": "transformers in KServe",
 }
 
