@@ -211,8 +211,7 @@ class Batcher(Generic[P, R]):
     def take_waiting(self) -> Sequence[Request[P, R]]:
         """Remove the requests in the queue: they are answered by other ways."""
         self.take_announced()
-        taken = self._queue.take_all()
-        for request in taken:
+        for request in (taken := self._queue.take_all()):
             self._answers.elsewhere(request)
         return taken
 
@@ -278,8 +277,7 @@ class Batcher(Generic[P, R]):
         if self._ahead.next:
             recovery.recall(now_ns)
         if recovery.suspects:
-            if recovery.due_ns <= now_ns:
-                recovery.drop_unwanted(now_ns)
+            recovery.drop_unwanted(now_ns)
             while (again := recovery.next_suspects(now_ns)) is not None:
                 self._run(*again, now_ns)
         idle = len(slots.idle)
@@ -394,9 +392,8 @@ class Batcher(Generic[P, R]):
         """Learn that a request's caller has gone."""
         waited = self._queue.cancel(request)
         # What has begun of a step, the next one builds on.
-        if not waited and self.policy.sequences is None and not self._instances.calls_off:
-            self._instances.calls_off = True  # soon, once for all that are cancelled together
-            self._loop.call_soon(self._instances.call_off)
+        if not waited and self.policy.sequences is None:
+            self._instances.call_off_soon(self._loop)
         self._recovery.due_ns = 0  # it may be a suspect
         if waited or self._recovery.suspects:
             self._turns.request()

@@ -187,7 +187,9 @@ class Recovery(Generic[P, R]):
 
     def drop_unwanted(self, now_ns: int) -> None:
         """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
-        instance for them."""
+        instance for them. Until one of these has come about (`due_ns`), there are none."""
+        if now_ns < self.due_ns:
+            return
         groups, self.suspects, self.due_ns = self.suspects, deque(), NEVER
         for group in groups:
             left = []

@@ -16,6 +16,7 @@ earlier: as long as nothing is chosen, later, cancelled and urgent requests all 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -248,7 +249,7 @@ class Watchdog(Generic[T]):
 
 class Instances(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next, `slots`
-    are free. `calls_off`: `call_off` is due. `replacer` is notified of runners that were given up. `instance_of` is as
+    are free. `replacer` is notified of runners that were given up. `instance_of` is as
     in `Batcher`, `hands_ahead` as in its policy."""
 
     def __init__(
@@ -267,7 +268,7 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of
         self._on_given_up = on_given_up
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        self.calls_off = False
+        self._calls_off = False
         self.slots: Slots[Runner[P, R]] = Slots(instance_of)
         self.running: dict[Runner[P, R], Batch[Request[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Request[P, R]] = Ahead(at_once=hands_ahead)
@@ -368,9 +369,15 @@ class Instances(Generic[P, R]):
         if self._replacer is not None:
             self._replacer.on_return(runner)
 
-    def call_off(self) -> None:
-        """End executions that nobody waits for any more, where the runner can."""
-        self.calls_off = False
+    def call_off_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End executions that nobody waits for any more, where the runner can: once for all that are cancelled
+        together."""
+        if not self._calls_off:
+            self._calls_off = True
+            loop.call_soon(self._call_off)
+
+    def _call_off(self) -> None:
+        self._calls_off = False
         for runner, batch in self.running.items():
             if all(request.cancelled() for request in batch.requests):
                 runner.call_off()

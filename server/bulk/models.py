@@ -42,10 +42,10 @@ from paceline.server.bulk.values import BulkError, FlagError
 from paceline.server.engine import Engine
 from paceline.server.errors import ConfigError, StartError
 from paceline.server.models.batch_policy import called_models
+from paceline.server.models.config_text import parse_config
 from paceline.server.models.defaults import Offline
 from paceline.server.models.ensemble_config import is_ensemble, steps_of
 from paceline.server.models.layout import CONFIG_FILE
-from paceline.server.models.model_config import parse_config
 from paceline.server.models.served_model import ServedModel
 
 __all__ = ["MOST_ROWS", "EngineModel", "ServerModel", "engine_model", "model_paths", "server_model"]

@@ -17,9 +17,10 @@ from paceline.backends.python import ENVIRONMENT, EXECUTABLE
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import backend_name
+from paceline.server.models.config_text import parse_config
 from paceline.server.models.defaults import LoadDefaults
 from paceline.server.models.layout import CONFIG_FILE, DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder, is_ignored
-from paceline.server.models.model_config import check_supported, is_complete, parse_config
+from paceline.server.models.model_config import check_supported, is_complete
 from paceline.server.models.model_record import DUPLICATE_NAME
 from paceline.server.models.tensor_config import without_datatype
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError, StartError
 from paceline.server.models.batch_policy import backend_name
+from paceline.server.models.config_text import parse_config
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_config import is_python
-from paceline.server.models.model_config import parse_config
 from paceline.server.tune.measuring import TuneError
 
 __all__ = ["OwnModel", "own_model"]

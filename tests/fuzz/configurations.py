@@ -17,10 +17,10 @@ from paceline.backends.registry import backend
 from paceline.protos import model_config_pb2 as config_pb
 from paceline.protos.inference_pb2 import RepositoryModelLoadRequest
 from paceline.server.errors import ConfigError
+from paceline.server.models.config_text import parse_config
 from paceline.server.models.layout import ModelFolder, model_folder
 from paceline.server.models.load_request import checked_name, parse_load_parameters, scratch_folder
 from paceline.server.models.loader import load_model
-from paceline.server.models.model_config import parse_config
 from paceline.server.models.served_model import ServedModel
 from paceline.server.telemetry.metrics import Metrics
 from tests.fuzz.judging import Finding, Target, refused

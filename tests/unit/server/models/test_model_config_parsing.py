@@ -16,11 +16,11 @@ from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import model_config_pb2 as pb
 from paceline.server.errors import ConfigError
 from paceline.server.models.batch_policy import backend_name
+from paceline.server.models.config_text import parse_config
 from paceline.server.models.model_config import (
     check_supported,
     instance_groups,
     model_source,
-    parse_config,
 )
 
 
