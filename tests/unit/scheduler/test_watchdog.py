@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.scheduler.errors import BatcherClosed, ExecutionTimeout
-from paceline.scheduler.instances import Watchdog
 from paceline.scheduler.policy import BatchPolicy, PolicyError
 from paceline.scheduler.testing import ManualClock, StepRunner
+from paceline.scheduler.watchdog import Watchdog
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 LIMIT_NS = 100
