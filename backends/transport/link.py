@@ -127,6 +127,7 @@ class Link(End):
         end.setblocking(False)
         self._gathering: Gathering | None = None
         self._collected: list[Message] = []
+        self._collected_bytes = 0
         self._unsent = bytearray()
         self._closed = False
         self._gone: deque[tuple[int, int]] = deque()
@@ -154,8 +155,8 @@ class Link(End):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the other end hasn't made room for, not counting what was collected in this iteration of the loop."""
-        return len(self._unsent)
+        """What the other end hasn't made room for, and what `send` was told of messages that haven't left yet."""
+        return len(self._unsent) + self._collected_bytes
 
     def start(
         self,
@@ -185,9 +186,9 @@ class Link(End):
         return unpack(parcel, self._window)
 
     # hot path
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, size_bytes: int = 0) -> None:
         """Send `message` together with whatever else is sent now; its kind is `FIRST_KIND` or more. Dropped if the link
-        is closed."""
+        is closed. `size_bytes`, of a large one, counts as unsent at once."""
         if not self._collected:
             assert self._loop is not None
             if self._gathering is None:
@@ -195,6 +196,7 @@ class Link(End):
             else:
                 self._loop.call_soon(self._flush_unless_more, self._gathering, 1, 0, 0)
         self._collected.append(message)
+        self._collected_bytes += size_bytes
 
     def close(self) -> None:
         """End, without calling `on_end`. Memory stays as long as arrays over it do. May be called before `start`."""
@@ -225,7 +227,7 @@ class Link(End):
     def _flush(self) -> None:
         """Send now what was collected. Raises ValueError if a message can't be marshalled, or MemoryError; all others
         are sent."""
-        messages, self._collected = self._collected, []
+        messages, self._collected, self._collected_bytes = self._collected, [], 0
         if not messages or self._closed:
             return
         try:

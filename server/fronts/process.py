@@ -182,7 +182,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
         reply = Reply(None, 0, None)
-        link.send((Kind.CALL, replies.expect(reply), rpc, deadline_ns, headers, data))
+        link.send((Kind.CALL, replies.expect(reply), rpc, deadline_ns, headers, data), len(data))
         try:
             answered = await reply
         finally:

@@ -8,12 +8,12 @@ import os
 import sys
 import weakref
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import pytest
 
-from paceline.backends.transport.link import Link
+from paceline.backends.transport.link import Gathering, Link
 from paceline.backends.transport.parcel import Message
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
@@ -86,6 +86,23 @@ async def test_call_to_a_stopping_engine_is_unavailable(link: tuple[Link, Replie
     with pytest.raises(Aborted, match="the server is stopping") as kept:
         await forwarded("ModelReady", *link)(b"", Context())
     assert kept.value.status == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_calls_of_one_moment_are_refused_as_those_of_many() -> None:
+    """However many wait to leave together: the link's buffer has nothing of them yet."""
+    engine, remote = Link.pair(1 << 20)
+    front = Link.join(remote, Gathering())
+    front.start(lambda messages: None, lambda: None)
+    call, data = forwarded("ModelReady", front, Replies(front)), bytes(2**21)
+    calls = [asyncio.create_task(call(data, Context())) for _ in range(40)]
+    ended, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    assert len(waiting) == 64 // 2 + 1
+    for one in ended:
+        assert cast("Aborted", one.exception()).status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for one in waiting:
+        one.cancel()
+    front.close()
+    engine.close()
 
 
 async def test_unforeseen_failure_leaves_other_replies_alone() -> None:

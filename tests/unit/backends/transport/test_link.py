@@ -92,10 +92,11 @@ async def test_unsent_bytes_are_those_that_the_other_end_has_not_accepted(ends: 
     here, there = ends
     slow = here.link
     slow.send((HELLO, bytes(32 << 20)))
-    assert slow.unsent_bytes == 0
+    slow.send((HELLO, b"said"), 4)
+    assert slow.unsent_bytes == 4
     await asyncio.sleep(0)
     assert slow.unsent_bytes > 1 << 20
-    await eventually_async(lambda: there.got, "the message")
+    await eventually_async(lambda: len(there.got) == 2, "both messages")
     assert slow.unsent_bytes == 0
 
 
