@@ -48,8 +48,8 @@ def make_clone(folder: Path) -> None:
     models.write(models.add_sub(), folder / "models" / "resnet" / "1" / "model.onnx")
     (folder / "models" / "resnet" / "config.pbtxt").write_text("max_batch_size: 8")  # loads without a trial
     models.write(state_models.accumulator(dims=("batch", 4)), folder / "models" / "sums" / "1" / "model.onnx")
-    state = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
-    (folder / "models" / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {state} }}")
+    kept = 'max_sequence_idle_microseconds: 60000000 state { input_name: "STATE" output_name: "STATE_OUT" }'
+    (folder / "models" / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {kept} }}")
     speaks = decoder_models.Decoder(vocabulary=10_000)
     text_models.write(text_models.byte_level(), decoder_models.write(speaks, folder / "models" / "tiny-llama" / "1"))
     Authority(folder, "ca").sign("me")

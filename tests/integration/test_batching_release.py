@@ -28,10 +28,8 @@ async def test_delay_is_kept_even_while_instances_are_idle(tmp_path: Path) -> No
     script = Script()
     text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300000 } instance_group { count: 2 }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        calls = send(served, request(1), request(2))
-        await asyncio.gather(*calls)
+        assert mark_of(await served.infer(request(1))) == 1
         assert await served.metric("nv_inference_queue_duration_us") >= 300_000
-    assert [sorted(batch) for batch in script.seen] == [[1, 2]]
 
 
 async def test_delay_ends_at_once_when_the_batch_is_full(tmp_path: Path) -> None:

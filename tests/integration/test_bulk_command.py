@@ -19,6 +19,20 @@ from tests.nursery import Forked
 from tests.polling import eventually
 
 ROWS = 2_000
+HELD = """
+import pathlib, time
+
+
+class Model:
+    inputs = {"INPUT0": ("FP32", [-1, 1])}
+    outputs = {"OUTPUT0": ("FP32", [-1, 1])}
+
+    def execute(self, inputs):
+        while inputs["INPUT0"].max() == %d and not pathlib.Path(%r).exists():
+            time.sleep(0.01)
+        return {"OUTPUT0": inputs["INPUT0"]}
+"""
+"""Returns its input, but waits at the last row until there is a file."""
 
 
 @pytest.fixture
@@ -35,10 +49,15 @@ def given(model: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_a_job_that_a_signal_stops_goes_on_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    small = ("--rows-per-part", "50")  # of forty parts, nearly all are left when the signal comes
+    go, model = tmp_path / "go", tmp_path / "held"
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.py").write_text(HELD % (ROWS - 1, str(go)))
+    go.touch()
+    small = ("--rows-per-part", "50", "--batch", "10", "--allow-python-models=true")
     undisturbed = run_command(*given(model, tmp_path / "whole", *small, "--summary", str(tmp_path / "summary.json")))
     assert undisturbed.returncode == 0, undisturbed.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["rows_written"] == ROWS
+    go.unlink()  # the last of forty parts isn't finished before the signal comes, however late that is
     out = tmp_path / "out"
     stopped = Forked("paceline", given(model, out, *small), os.environ, REPO)
     with stopped.stderr as lines:
@@ -47,6 +66,7 @@ def test_a_job_that_a_signal_stops_goes_on_to_the_same_bytes(model: Path, tmp_pa
         lines.read()
     assert stopped.wait(60) == 128 + signal.SIGTERM
     assert not (out / "_SUCCESS").exists()
+    go.touch()
     assert run_command(*given(model, out, *small)).returncode == 0
     assert files_of(out) == files_of(tmp_path / "whole")
     written = pa.concat_tables([pq.read_table(part) for part in sorted(out.glob("part-*.parquet"))])

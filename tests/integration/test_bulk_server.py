@@ -126,10 +126,9 @@ async def test_full_queue_is_waited_for(tmp_path: Path) -> None:
         model.at_once = 8
         memory.gate.close()
         computing = asyncio.ensure_future(rows_became(model, column(), 1))
-        await asyncio.to_thread(memory.gate.wait_entered, 1)
+        await eventually_async(served.failed, "a request that the full queue refuses")
         memory.gate.open()
         assert await computing == Became(NUMBERS)
-        assert served.failed() > 0
 
 
 class Watched:

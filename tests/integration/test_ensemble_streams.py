@@ -20,6 +20,7 @@ from tests.harness import touch
 from tests.integration.controlling import explicit, load
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
+from tests.integration.test_sequences import STATE
 from tests.memory_models import MemoryModel
 from tests.models import write
 from tests.polling import eventually_async
@@ -249,9 +250,7 @@ async def test_step_of_two_decoupled_models_is_refused(tmp_path: Path) -> None:
 
 async def test_steps_with_memory_see_each_sequence_in_order(tmp_path: Path) -> None:
     write(accumulator(), tmp_path / "sums" / "1" / "model.onnx")
-    (tmp_path / "sums" / "config.pbtxt").write_text(
-        'max_batch_size: 8 sequence_batching { state { input_name: "STATE" output_name: "STATE_OUT" } }'
-    )
+    (tmp_path / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {STATE} }}")
     steps: Sequence[Step] = [("before", {"a": "in"}, {"x": "mid"}), ("sums", {"INPUT0": "mid"}, {"OUTPUT0": "out"})]
     write_ensemble(tmp_path, "e", ensemble_config(steps, {"in": "FP32 2"}, {"out": "FP32 2"}, rows=1))
     before = echo_model("FP32", 2)
@@ -285,9 +284,7 @@ async def test_steps_with_memory_see_each_sequence_in_order(tmp_path: Path) -> N
 
 async def test_sequence_stays_in_order_while_its_ensemble_is_replaced(tmp_path: Path) -> None:
     write(accumulator(), tmp_path / "sums" / "1" / "model.onnx")
-    (tmp_path / "sums" / "config.pbtxt").write_text(
-        'max_batch_size: 8 sequence_batching { state { input_name: "STATE" output_name: "STATE_OUT" } }'
-    )
+    (tmp_path / "sums" / "config.pbtxt").write_text(f"max_batch_size: 8 sequence_batching {{ {STATE} }}")
     steps: Sequence[Step] = [("before", {"a": "in"}, {"x": "mid"}), ("sums", {"INPUT0": "mid"}, {"OUTPUT0": "out"})]
     write_ensemble(tmp_path, "e", ensemble_config(steps, {"in": "FP32 2"}, {"out": "FP32 2"}, rows=1))
     before, config = echo_model(), "max_batch_size: 1"

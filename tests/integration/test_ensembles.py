@@ -164,9 +164,12 @@ async def test_what_is_left_of_the_deadline_reaches_every_step(tmp_path: Path) -
         models["second"].gate.close()
         held = asyncio.ensure_future(started.infer(infer("second", {"a": rows_of_floats(1)})))
         await eventually_async(lambda: models["second"].gate.entered == 1, "an execution that is held")
-        request = infer("e", {"in": rows_of_floats(1)}, parameters={"paceline_deadline_us": 200_000})
-        status, text = await failure_of(started.infer(request))
-        assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+        for deadline_us in (200_000, 2_000_000, 10_000_000):
+            request = infer("e", {"in": rows_of_floats(1)}, parameters={"paceline_deadline_us": deadline_us})
+            status, text = await failure_of(started.infer(request))
+            assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+            if "step 1" in text:
+                break  # a busy machine may take longer to get there
         assert text.startswith("in ensemble 'e', step 1 ('second'): Request timeout expired after ")
         models["second"].gate.open()
         await held

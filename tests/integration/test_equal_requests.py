@@ -13,6 +13,7 @@ from paceline.server.limits import Limits
 from tests.integration.caching import CACHED, counts, followed, held, with_cache
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send
 from tests.integration.serving import failure_of, serving
+from tests.integration.streams import Stream
 from tests.polling import eventually_async
 
 pytestmark = pytest.mark.usefixtures("frontends")
@@ -99,8 +100,7 @@ async def test_deadline_of_one_that_waits_is_its_own(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=CACHED, settings=with_cache(tmp_path)) as served:
         first, gate = await held(served, script)
-        (late,) = await followed(served, request(0, paceline_deadline_us=100_000))
-        code, text = await failure_of(late)
+        code, text = await failure_of(served.infer(request(0, paceline_deadline_us=100_000)))
         assert (code, "Deadline Exceeded" in text) == (Code.DEADLINE_EXCEEDED, True)
         gate.open()
         assert mark_of(await first) == 0
@@ -111,13 +111,14 @@ async def test_deadline_of_one_that_waits_is_its_own(tmp_path: Path) -> None:
 async def test_first_that_expires_in_the_queue_harms_nobody(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=CACHED, settings=with_cache(tmp_path)) as served:
+        stream = Stream(served)
         async with busy(served, script):
-            (first,) = await queued(served, [request(0, paceline_deadline_us=400_000)])
-            others = await followed(served, request(0), request(0))
-            code, _ = await failure_of(first)
-            assert code is Code.DEADLINE_EXCEEDED
-            assert served.waiting("m") == 1
-        assert [mark_of(answer) for answer in await asyncio.gather(*others)] == [0, 0]
+            await stream.send(request(0, paceline_deadline_us=100_000), request(0), request(0))
+            expired = await stream.next()
+            assert isinstance(expired, tuple)
+            assert expired[0] == "DEADLINE_EXCEEDED"
+            await eventually_async(lambda: served.waiting("m") == 1, "another in its place")
+        assert await stream.many(2) == [0, 0]
         assert await counts(served) == {"success": 3, "REJECTED": 1, "hits": 1, "misses": 3}
     assert script.served == [[0]]
 

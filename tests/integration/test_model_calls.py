@@ -354,6 +354,7 @@ class Model:
 """
     controls = """
 sequence_batching {
+  max_sequence_idle_microseconds: 60000000
   control_input { name: "start" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
   control_input { name: "corrid" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
 }

@@ -21,7 +21,16 @@ from tests import state_models
 from tests.integration.regions import register
 from tests.integration.scripted import own
 from tests.integration.serving import failure_of
-from tests.integration.test_sequences import Inputs, over_a_stream, over_calls, result, served_with, step, steps
+from tests.integration.test_sequences import (
+    PATIENT,
+    Inputs,
+    over_a_stream,
+    over_calls,
+    result,
+    served_with,
+    step,
+    steps,
+)
 from tests.shared_objects import add_shared_input, shared_object
 
 
@@ -38,7 +47,7 @@ ROWS = "direct { minimum_slot_utilization: 0.5 max_queue_delay_microseconds: 200
 
 def config(*states: str, more: str = WAITS, pad: str = "", **parameters: object) -> str:
     axes = f'parameters {{ key: "paceline.pad" value {{ string_value: "{pad}" }} }}' if pad else ""
-    return f"max_batch_size: 8 sequence_batching {{ {' '.join(states)} {more} }} {axes} {own(**parameters)}"
+    return f"max_batch_size: 8 sequence_batching {{ {PATIENT} {' '.join(states)} {more} }} {axes} {own(**parameters)}"
 
 
 TOLD = " ".join(

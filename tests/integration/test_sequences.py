@@ -24,16 +24,18 @@ from tests.integration.streams import Stream
 from tests.shared_objects import add_shared_input, shared_object
 from tests.wire import Array, infer
 
-STATE = 'state { input_name: "STATE" output_name: "STATE_OUT" }'
+PATIENT = "max_sequence_idle_microseconds: 60000000"
+"""Sequences outlast a machine that stands still for longer than the default, a second."""
+STATE = f'{PATIENT} state {{ input_name: "STATE" output_name: "STATE_OUT" }}'
 KEEPS = f"max_batch_size: 8 sequence_batching {{ oldest {{ }} {STATE} }}"
-TOLD = """
+TOLD = f"""
     max_batch_size: 4
-    sequence_batching {
-      %s
-      control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] } }
-      control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] } }
-      control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
-    }
+    sequence_batching {{
+      {PATIENT} %s
+      control_input {{ name: "START" control {{ kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] }} }}
+      control_input {{ name: "READY" control {{ kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] }} }}
+      control_input {{ name: "CORRID" control {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 }} }}
+    }}
 """
 Inputs = dict[str, Array]
 
@@ -102,7 +104,6 @@ async def over_a_stream(served: Served, requests: Sequence[pb.ModelInferRequest]
     ids=["oldest", "own-process", "instances", "direct", "no-batches"],
 )  # fmt: skip
 async def test_interleaved_sequences_keep_their_states_apart(tmp_path: Path, config: str, send: object) -> None:
-    config = config.replace("sequence_batching {", "sequence_batching { max_sequence_idle_microseconds: 60000000")
     async with served_with(tmp_path, state_models.accumulator(), config) as served:
         given = [numbers(sequence, 8) for sequence in range(16)]
         requests = [steps(f"s{place}" if place % 2 else place + 1, inputs) for place, inputs in enumerate(given)]
@@ -238,7 +239,7 @@ async def test_last_step_that_fails_says_that_its_sequence_has_ended(tmp_path: P
 
 
 async def test_idle_sequence_is_gone_with_the_reason(tmp_path: Path) -> None:
-    config = KEEPS.replace("oldest", "max_sequence_idle_microseconds: 1000 oldest")
+    config = KEEPS.replace(PATIENT, "max_sequence_idle_microseconds: 1000")
     async with served_with(tmp_path, state_models.accumulator(), config) as served:
         one = numbers(0, 1)[0]
         await served.infer(step(5, one, start=True))

@@ -16,9 +16,9 @@ from tests import models, state_models
 from tests.integration.front_memory import nothing_held, through_each, two
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
+from tests.integration.test_sequences import KEEPS
 from tests.wire import Array, infer
 
-CONFIG = 'max_batch_size: 8 sequence_batching { oldest { } state { input_name: "STATE" output_name: "STATE_OUT" } }'
 SMALL, LARGE = 2, 16_384
 """Elements of a step: one that fronts pass on unchanged whatever the model, and one that they'd otherwise decode."""
 
@@ -27,7 +27,7 @@ SMALL, LARGE = 2, 16_384
 async def summing(root: Path, columns: int) -> AsyncIterator[tuple[Served, Served]]:
     """A server, through each of its two fronts, that adds up what the steps of a sequence bring."""
     path = models.write(state_models.accumulator(dims=("batch", columns)), root / "m" / "1" / "model.onnx")
-    (path.parents[1] / "config.pbtxt").write_text(CONFIG)
+    (path.parents[1] / "config.pbtxt").write_text(KEEPS)
     async with serving(root, settings=two(root)) as served, through_each(served) as sides:
         yield sides
         await nothing_held(served)

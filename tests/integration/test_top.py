@@ -45,21 +45,23 @@ async def test_once_prints_one_table_of_the_current_activity(tmp_path: Path) -> 
 
         loading = asyncio.create_task(load())
         record = tmp_path / "arrivals.jsonl"
-        result = await asyncio.to_thread(top_once, served.server.metrics_port, "--record", str(record))
+        rate = 0.0
+        while not rate:  # again if the machine stood still meanwhile
+            result = await asyncio.to_thread(top_once, served.server.metrics_port, "--record", str(record))
+            assert result.exit_code == 0
+            summary, empty, headings, busy, idle = result.stdout.splitlines()
+            rate = float(busy.split()[2])
         stop.set()
         await loading
-    assert result.exit_code == 0
-    summary, empty, headings, busy, idle = result.stdout.splitlines()
     assert summary.startswith("ready, ")
     assert empty == ""
     assert headings.split()[:3] == ["MODEL", "VERSION", "REQ/S"]
     assert busy.split()[:2] == ["m", "1"]
-    assert float(busy.split()[2]) > 0
     assert busy.split()[6] == "2.0"
     assert idle.split()[:3] == ["idle", "1", "0.0"]
     recorded = [json.loads(line) for line in record.read_text().splitlines()]
     assert {one["model"]: one["requests"] / one["seconds"] for one in recorded} == {
-        "m": pytest.approx(float(busy.split()[2]), abs=0.5),
+        "m": pytest.approx(rate, abs=0.5),
         "idle": 0,
     }
 

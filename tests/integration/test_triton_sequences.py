@@ -25,13 +25,13 @@ control_input { name: "start" control { kind: CONTROL_SEQUENCE_START int32_false
 control_input { name: "ready" control { kind: CONTROL_SEQUENCE_READY bool_false_true: [ false, true ] } }
 control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
 """
-SEQUENCES = f"max_batch_size: 4 {TENSORS} sequence_batching {{ %s }}"
+SEQUENCES = f"max_batch_size: 4 {TENSORS} sequence_batching {{ max_sequence_idle_microseconds: 60000000 %s }}"
 SEEN = """response = text(json.dumps([
     request.correlation_id(), request.flags(),
     {one.name(): one.as_numpy().ravel().tolist() for one in request.inputs() if one.name() != "x"},
 ]))"""
 AGAIN = "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)"
-ITERATES = SEQUENCES % "iterative_sequence: true max_sequence_idle_microseconds: 60000000 oldest { }"
+ITERATES = SEQUENCES % "iterative_sequence: true oldest { }"
 STEPS = f"""
 count = model.steps = getattr(model, "steps", {{}})
 key = request.correlation_id()
@@ -126,8 +126,7 @@ else: response = text(json.dumps(model.kept))"""
 
 
 async def test_places_are_free_after_the_last_step(tmp_path: Path) -> None:
-    config = SEQUENCES % "iterative_sequence: true max_sequence_idle_microseconds: 600000000 oldest { }"
-    async with served(tmp_path, config.replace("max_batch_size: 4", "max_batch_size: 1")) as started:
+    async with served(tmp_path, ITERATES.replace("max_batch_size: 4", "max_batch_size: 1")) as started:
         for _ in range(3):
             assert number(await started.infer(asking(STEPS))) == 5
         cancelled = asyncio.create_task(started.infer(asking(AGAIN)))
