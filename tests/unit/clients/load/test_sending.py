@@ -24,7 +24,7 @@ from paceline.clients.load.worker import NOT_SENT, Load, Said, Sender, Share, ma
 from paceline.clients.messages import infer_request
 from paceline.protos import inference_pb2 as pb
 from tests.unit.clients.load.counting import S
-from tests.unit.clients.peer import Peer, refuse, serving
+from tests.unit.clients.peer import Peer, echo, refuse, serving
 from tests.unit.clients.sequence_peer import Sums, Talking, answer, final, flags
 
 
@@ -80,9 +80,17 @@ async def test_answers_without_any_bytes_are_errors(peer: Peer) -> None:
 
 
 async def test_arrivals_are_sent_when_due_with_what_they_contain(peer: Peer) -> None:
+    came_ns: dict[float, int] = {}
+
+    def answering(request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        came_ns[np.frombuffer(request.raw_input_contents[0], "<f4")[0]] = time.monotonic_ns()
+        return echo(request, context)
+
+    peer.answer, began_ns = answering, time.monotonic_ns()
     found = await sent(peer, arrivals=Recorded((0, 1_000, 1_000, 50_000_000), (2, 2, 0, 1)))
     assert Counter(values(peer)) == {3: 2, 1: 1, 2: 1}
-    assert values(peer)[-1] == 2
+    # That it comes last can't be told: all are late together if this process stands still.
+    assert came_ns[2] - began_ns >= 50_000_000
     assert (found.due, found.answered, found.lags.count) == (4, 4, 4)
 
 
@@ -100,12 +108,12 @@ async def test_requests_that_are_sent_late_count_from_when_they_were_due(peer: P
 
 
 async def test_deadline_of_an_arrival_counts_from_when_it_was_due(peer: Peer) -> None:
-    found = await sent(peer, began_s=5.0, arrivals=Recorded((0, 4 * S), (0, 1)), timeout_s=4.0)
+    found = await sent(peer, began_s=50.0, arrivals=Recorded((0, 40 * S), (0, 1)), timeout_s=40.0)
     assert set(found.errors) == {NOT_SENT}
     assert values(peer) == [2]
     (left_s,) = (left_s for left_s, one in zip(peer.time_left_s, peer.requests, strict=True) if one in inferred(peer))
     assert left_s is not None
-    assert left_s < 3.5
+    assert left_s < 35
 
 
 async def test_sequences_have_ids_of_their_own_and_all_their_flags(peer: Peer) -> None:
@@ -241,8 +249,12 @@ async def test_stream_without_an_answer_in_time_is_given_up(talking: Talking) ->
         return iter([final(answer(request))])
 
     talking.script = script
-    found = await sent(talking, clients=1, count=2, is_stream=True, timeout_s=2.0)
-    assert (found.answered, set(found.errors)) == (1, {"DEADLINE_EXCEEDED"})
+    answered = 0
+    while not answered:  # the second is too late as well if this process stands still
+        found = await sent(talking, clients=1, count=2, is_stream=True, timeout_s=0.5)
+        assert (found.due, set(found.errors)) == (2, {"DEADLINE_EXCEEDED"})
+        answered = found.answered
+    assert answered == 1
 
 
 def test_process_waits_while_nobody_reads_what_it_says(peer: Peer) -> None:
