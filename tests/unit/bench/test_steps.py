@@ -108,7 +108,7 @@ def test_cpu_time_includes_child_processes() -> None:
 
 
 def test_cpu_time_of_the_first_thread_is_its_own() -> None:
-    burn = "def burn():\n    while time.process_time() < 0.3: pass\n"
+    burn = "def burn():\n    while time.thread_time() < 0.3: pass\n"
     run = f"import threading, time\n{burn}one = threading.Thread(target=burn)\none.start()\none.join()\n"
     run += "print(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
