@@ -100,10 +100,11 @@ def test_elsewhere_nothing_is_known_of_memory(tmp_path: Path) -> None:
 
 
 def test_resident_memory_grows_with_what_is_held() -> None:
-    before = resident_bytes()
-    held = bytearray(b"x" * 2**26)
-    assert resident_bytes() - before > 2**25
-    assert len(held) == 2**26
+    before, held = resident_bytes(), list[np.ndarray]()
+    # Allocators of earlier tests may give memory back meanwhile, but what is held is always there.
+    while resident_bytes() <= before + (32 << 20):
+        assert len(held) << 25 <= resident_bytes()
+        held.append(np.ones(1 << 25, np.uint8))
 
 
 def test_peak_memory_grows_with_what_is_held() -> None:

@@ -19,6 +19,7 @@ from paceline.server.telemetry.metrics import Metrics
 from paceline.server.telemetry.metrics_endpoint import MetricsEndpoint
 from tests.harness import has_ipv6
 from tests.polling import eventually
+from tests.ports import free_port
 from tests.rlimits import limited
 from tests.unit.server.counting import version
 
@@ -118,8 +119,8 @@ def test_connection_without_a_descriptor_waits_and_costs_nothing(endpoint: Metri
 
 
 def test_close_is_prompt_and_frees_the_port(metrics: Metrics) -> None:
-    endpoint = MetricsEndpoint(metrics, "127.0.0.1", 0)
-    port = endpoint.port
+    port = free_port()  # which nobody else takes meanwhile
+    endpoint = MetricsEndpoint(metrics, "127.0.0.1", port)
     began = time.monotonic()
     endpoint.close()
     assert time.monotonic() - began < 30
