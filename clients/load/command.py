@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,14 +280,17 @@ def _messages(
         if known and "text_input" not in known:
             raise InputError(f"--text: model {model!r} has no input 'text_input'; it has {', '.join(known)}")
         asked = dict(parse_parameter(one, ParameterValue | list) for one in options.parameters)
-        contents = [generation_request(text, asked, known) for text in options.texts]
+        contents = (generation_request(text, asked, known) for text in options.texts)
     else:
         parameters = dict(map(parse_parameter, options.parameters))
         found = _inputs(metadata, options, recording)
-        contents = [GenerationRequest(one.arrays, one.datatypes, parameters) for one in found]
-    requests = [
-        infer_request(model, version=options.version, outputs=options.outputs, **one._asdict()) for one in contents
-    ]
+        contents = (GenerationRequest(one.arrays, one.datatypes, parameters) for one in found)
+    requests = []
+    with terminal_line(sys.stderr) as write:  # a million take a minute
+        for one in contents:
+            requests.append(infer_request(model, version=options.version, outputs=options.outputs, **one._asdict()))
+            if len(requests) % 1_000 == 0:
+                write(f"{len(requests)} requests made up")
     for request in requests if options.stream or options.texts else ():
         enable_empty_final(request)
     placing = in_shared_memory(client, requests, options.stream) if options.shared_memory else nullcontext(requests)
@@ -295,7 +298,7 @@ def _messages(
         yield tuple(request.SerializeToString() for request in placed)
 
 
-def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | None) -> list[TypedInputs]:
+def _inputs(metadata: ModelMetadata, options: _Options, recording: Recording | None) -> Iterable[TypedInputs]:
     given = read_inputs(options.inputs)
     shapes = dict(map(parse_mixed_shape, options.shapes))
     if not metadata.inputs and not given and options.requests is None:
@@ -341,7 +344,15 @@ def _load_of(
 
 
 def _measured(client: ControlClient, model: str, options: _Options, load: Load) -> Outcome:
-    with _progress(sys.stderr) as show:
+    def show(slices: Sequence[Counts], slice_s: float) -> None:
+        """The last second."""
+        last = max(1, round(1 / slice_s))
+        recent = merged(slices[-last:])
+        rate = recent.answered / (last * slice_s)
+        p99 = written_time(recent.latencies.percentile_ns(99))
+        write(f"{len(slices) * slice_s:.0f} s  {rate:.1f} requests/s  p99 {p99}  {recent.failed} errors")
+
+    with terminal_line(sys.stderr) as write:
         measured = measure(
             load,
             _extent(options, load.arrivals),
@@ -382,18 +393,3 @@ def _described(options: _Options) -> str:
         "in shared memory": options.shared_memory,
     }
     return ", ".join([what, *(kind for kind, is_so in kinds.items() if is_so)])
-
-
-@contextmanager
-def _progress(out: TextIO | None) -> Iterator[Callable[[Sequence[Counts], float], None]]:
-    """Shows the last second on a terminal."""
-
-    def show(slices: Sequence[Counts], slice_s: float) -> None:
-        last = max(1, round(1 / slice_s))
-        recent = merged(slices[-last:])
-        rate = recent.answered / (last * slice_s)
-        p99 = written_time(recent.latencies.percentile_ns(99))
-        write(f"{len(slices) * slice_s:.0f} s  {rate:.1f} requests/s  p99 {p99}  {recent.failed} errors")
-
-    with terminal_line(out) as write:
-        yield show

@@ -93,8 +93,9 @@ def mixed(
     rows: int | None,
     distinct: int,
     seed: int,
-) -> list[TypedInputs]:
-    """The inputs of `distinct` requests: `given` ones in turn, and the others made up. Raises InputError."""
+) -> Iterator[TypedInputs]:
+    """The inputs of `distinct` requests, made as they are taken: `given` ones in turn, and the others made up; fewer if
+    they had more than `MOST_BYTES`. Raises InputError."""
 
     def drawn() -> Iterator[tuple[str, Shapes]]:
         generator = np.random.default_rng(seed)
@@ -110,7 +111,7 @@ def recorded(
     """The inputs of a request of each of its shapes. Raises InputError, also if that is more than `MOST_BYTES`."""
     most = len(recording.shapes)
     where = (f"--arrivals, line {line}: shape of" for line in recording.lines)
-    made = _made(model, [given], zip(where, recording.shapes, strict=True), rows, most, seed)
+    made = list(_made(model, [given], zip(where, recording.shapes, strict=True), rows, most, seed))
     if len(made) < most:
         raise InputError(f"requests of all {most} recorded shapes have more than {MOST_BYTES >> 20} MiB")
     return made
@@ -123,9 +124,8 @@ def _made(
     rows: int | None,
     most: int,
     seed: int,
-) -> list[TypedInputs]:
+) -> Iterator[TypedInputs]:
     """`shapes` have in front what says them, for errors."""
-    made: list[TypedInputs] = []
     room_bytes = MOST_BYTES
     for number in range(most):
         own = given[number % len(given)]
@@ -134,7 +134,6 @@ def _made(
         random = RandomInputs(rows, chosen, seed + number, option) if needs_more or chosen else None
         one = prepare(model, own, random)
         room_bytes -= sum(array.nbytes for array in one.arrays.values())
-        if made and room_bytes < 0:
-            break
-        made.append(one)
-    return made
+        if number and room_bytes < 0:
+            return
+        yield one

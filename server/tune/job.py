@@ -157,7 +157,7 @@ def _load_of(asked: Asked, served: ServedModel) -> tuple[Goal, LoadContents]:
         requests = recorded(metadata, {}, recording, rows, asked.seed)
     else:
         distinct = _DISTINCT if any(one.varies for one in asked.shapes.values()) else 1
-        requests = mixed(metadata, [{}], shapes=asked.shapes, rows=rows, distinct=distinct, seed=asked.seed)
+        requests = [*mixed(metadata, [{}], shapes=asked.shapes, rows=rows, distinct=distinct, seed=asked.seed)]
     arrivals = recording.arrivals() if recording is not None else None
     if arrivals is not None and not arrivals.rate:
         raise InputError("--arrivals: expected arrivals at different times")

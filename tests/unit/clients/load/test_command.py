@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def test_outputs_of_many_answers_have_room_in_shared_memory(rows: int) -> None:
         flags = ("--count", "1", "--stream", "--shared-memory", "--rows", str(rows))
         result = CliRunner().invoke(load, ["m", "--server", peer.target, *flags])
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_making_up_many_requests_is_shown(peer: Peer) -> None:
+    peer.takes(x=("FP32", [-1, 2]))
+    with redirect_stderr(Terminal()) as terminal, pytest.raises(SystemExit, match="0"):
+        load.main(["m", "--server", peer.target, "--count", "1", "--distinct", "2000"])
+    assert terminal.getvalue().startswith("\r1000 requests made up\x1b[K\r2000 requests made up\x1b[K\r\x1b[K")
 
 
 def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:

@@ -71,7 +71,7 @@ def test_mixed_requests_depend_on_the_seed_alone() -> None:
 def test_given_inputs_are_sent_in_turn_and_missing_ones_made_up() -> None:
     given = [{"ids": GivenTensor(np.full((1, size), size))} for size in (2, 3)]
     parsed = dict([parse_mixed_shape("mask=1,4")])
-    made = mixed(MODEL, given, shapes=parsed, rows=None, distinct=4, seed=0)
+    made = list(mixed(MODEL, given, shapes=parsed, rows=None, distinct=4, seed=0))
     assert [one.arrays["ids"].shape for one in made] == [(1, 2), (1, 3), (1, 2), (1, 3)]
     assert {one.arrays["mask"].shape for one in made} == {(1, 4)}
 
@@ -79,7 +79,7 @@ def test_given_inputs_are_sent_in_turn_and_missing_ones_made_up() -> None:
 def test_mixture_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "MOST_BYTES", 1000)
     parsed = dict(map(parse_mixed_shape, ["ids=1,25", "mask=1,25"]))  # 400 bytes
-    assert len(mixed(MODEL, [{}], shapes=parsed, rows=None, distinct=9, seed=0)) == 2
+    assert len(list(mixed(MODEL, [{}], shapes=parsed, rows=None, distinct=9, seed=0))) == 2
     with pytest.raises(InputError, match="all 3 recorded shapes"):
         recorded(MODEL, {}, recording(*[{"ids": (1, size), "mask": (1, size)} for size in (24, 25, 26)]), None, 0)
 
@@ -97,4 +97,4 @@ def test_recorded_shape_of_no_input_is_refused() -> None:
 
 def test_shapes_left_open_are_refused() -> None:
     with pytest.raises(InputError, match="has more free dimensions: give --shape"):
-        mixed(MODEL, [{}], shapes={}, rows=None, distinct=1, seed=0)
+        list(mixed(MODEL, [{}], shapes={}, rows=None, distinct=1, seed=0))
