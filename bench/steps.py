@@ -129,12 +129,9 @@ class Load:
         if isinstance(self.point, Open):
             return open_loop(target, requests, self.point.per_s, self.deadline_s, seconds, warmup_s, look=self._looked)
         clients = self.point.clients
-        answer = closed(
+        return closed(
             target, requests, clients, seconds, warmup_s, stream=self.transport == "stream", look=self._looked
         )
-        if not answer["answers"]:
-            raise NoAnswersError(f"no answer within {seconds:g} s")
-        return answer
 
     def _looked(self) -> tuple[Counters | None, float | None]:
         """What the product has counted until now, and the processor time that the subject has used."""
