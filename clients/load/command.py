@@ -240,6 +240,8 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
             if (options.stream or options.texts) and [*total.errors] == ["UNIMPLEMENTED"]:
                 why = "the server has no ModelStreamInfer, which --stream and --text need"
             hint = " (send sequences, as with --sequence-length 5..20)" if NO_SEQUENCE in why else ""
+            if options.stream and "UNKNOWN" in total.errors:
+                hint = " (over streams, some servers say no more than that: try without --stream)"
             raise click.ClickException(f"every request failed: {why}{hint}")
         if not all(one.holds(value) for one, value in verdicts):
             raise click.exceptions.Exit(click.ClickException.exit_code)

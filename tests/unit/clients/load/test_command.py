@@ -139,6 +139,20 @@ def test_model_with_states_is_loaded_with_sequences(run: Run, peer: Peer) -> Non
     assert run("--count", "1").stderr.endswith(f"{said} (send sequences, as with --sequence-length 5..20)\n")
 
 
+def test_stream_that_fails_with_few_words_gets_advice() -> None:
+    def script(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> Iterator[pb.ModelStreamInferResponse]:
+        raise KeyError(request.model_name)  # as some servers do, which then say no more than that
+        yield
+
+    with serving(Talking()) as peer:
+        assert isinstance(peer, Talking)
+        peer.takes(x=("FP32", [-1, 2]))
+        peer.script = script
+        result = CliRunner().invoke(load, ["m", "--server", peer.target, "--count", "1", "--stream"])
+    assert "every request failed: UNKNOWN: " in result.stderr
+    assert "try without --stream)" in result.stderr
+
+
 def test_recorded_arrivals_have_their_shapes(run: Run, peer: Peer, tmp_path: Path) -> None:
     lines = [json.dumps({"at_s": at_s, "shapes": {"x": [rows, 2]}}) for at_s, rows in ((7, 3), (7.05, 1), (7.1, 3))]
     (tmp_path / "arrivals.jsonl").write_text("\n".join(lines))
