@@ -35,8 +35,10 @@ _CONNECT_S: Final = 30.0
 _FINISH_S: Final = 5.0
 _PAUSE_AFTER_ERROR_S: Final = 0.01
 _MOST_UNDER_WAY: Final = 20_000
-_MAY_HAVE_BEGUN: Final = {EMPTY, "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"}
+_MAY_HAVE_BEGUN: Final = {EMPTY, "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN"}
 """If a sequence's first step fails with another status, the server has refused it, and has nothing to end."""
+_FULL: Final = "Exceeds maximum queue size"
+"""So it has, if it says this, but not if the step left too large a state, or had too little memory."""
 _SENT_AT_ONCE: Final = 16
 """When late, answers are looked at after so many."""
 
@@ -197,7 +199,7 @@ class Sender:
         if self._load.steps is None:
             return await self._ask(asking, messages[contents % len(messages)], due_ns, entry) is None
         sequence_id, steps = next(self._sequence_ids), self._random.randint(*self._load.steps)
-        failed: str | None = None
+        failed: FailedRequest | None = None
         for step in range(steps):
             if step and self._is_over:
                 break
@@ -210,7 +212,7 @@ class Sender:
             failed = await self._ask(asking, message + own, due_ns, entry)
             if not failed and is_last:
                 return True
-            if failed and not step and failed not in _MAY_HAVE_BEGUN:
+            if failed and not step and (failed.status not in _MAY_HAVE_BEGUN or _FULL in failed.reason):
                 return False
             if not failed or not step:
                 ending = message  # a step that fails for what it contains may end nothing
@@ -222,14 +224,14 @@ class Sender:
             await asking.ask(ending + own, min(self._load.timeout_s, _FINISH_S))
         return not failed
 
-    async def _ask(self, asking: Asking, message: bytes, due_ns: int, entry: object) -> str | None:
-        """Send a request. Returns its status, if it has failed."""
+    async def _ask(self, asking: Asking, message: bytes, due_ns: int, entry: object) -> FailedRequest | None:
+        """Send a request. Returns why it has failed, if it has."""
         left_s = self._load.timeout_s - (time.monotonic_ns() - due_ns) / 1e9
         try:
             reply = await asking.ask(message, max(0.0, left_s))
         except FailedRequest as failed:
             self.slices.fail(entry, due_ns, time.monotonic_ns(), failed.status, failed.reason)
-            return failed.status
+            return failed
         self.slices.succeed(entry, due_ns, time.monotonic_ns(), reply)
         return None
 

@@ -138,6 +138,19 @@ async def test_sequence_ends_with_the_step_that_fails(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "steps"),
+    [("expected a step to leave states of at most 8 bytes", ["S", "E"]), ("Exceeds maximum queue size of 1", ["S"])],
+)
+async def test_sequence_whose_first_step_fails_is_ended_unless_refused(peer: Peer, text: str, steps: list[str]) -> None:
+    sums = Sums()
+    sums.failures, sums.text = {1.0: grpc.StatusCode.RESOURCE_EXHAUSTED}, text
+    peer.answer = sums
+    found = await sent(peer, clients=1, count=1, steps=(3, 3))
+    assert [flags for flags, _ in sums.seen] == steps
+    assert (found.due, found.answered, set(found.errors)) == (1, 0, {"RESOURCE_EXHAUSTED"})
+
+
+@pytest.mark.parametrize(
     "loop", [{"clients": 2}, {"arrivals": Recorded((0, 0, 9_999 * S), (0, 1, 2))}], ids=["closed", "open"]
 )
 async def test_sequences_under_way_are_ended_uncounted(peer: Peer, loop: dict[str, Any]) -> None:
