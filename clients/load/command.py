@@ -363,7 +363,7 @@ def _measured(client: ControlClient, model: str, options: _Options, load: Load) 
             show=show,
         )
     served = Served.between(measured.before, measured.after)
-    return Outcome(measured, served, options.processes, options.is_open)
+    return Outcome(measured, served, options.processes, options.is_open, options.sequence_length is not None)
 
 
 def _extent(options: _Options, arrivals: Arrivals | None) -> Extent:

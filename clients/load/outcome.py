@@ -28,12 +28,13 @@ _HALF_BUSY: Final = 0.5
 @dataclass(frozen=True)
 class Outcome:
     """The figures of a load by `processes`, and what the server did meanwhile, if it tells. `is_open`: requests were
-    sent when they were due, whether or not answers came."""
+    sent when they were due, whether or not answers came. `in_sequences`: they were steps of sequences."""
 
     measured: Measured[Any]
     served: Served | None
     processes: int
     is_open: bool
+    in_sequences: bool = False
 
     @cached_property
     def total(self) -> Counts:
@@ -109,6 +110,8 @@ class Outcome:
             is_own = self.cores > _HALF_BUSY * self.processes
             why = "more --processes may help" if is_own else "the machine was busy with other work"
             found.append(f"requests were sent late, which is part of their latencies: {why}")
+        if self.in_sequences and self.total.failed and self.served is not None:
+            found.append("only the server's figures count the steps that ended sequences after a failed one")
         if self.cores > _BUSY * self.processes:
             found.append("the generator's processes were busy all the time and may be the limit: more --processes")
         return found

@@ -76,6 +76,13 @@ def test_outcome_without_requests_has_no_latencies() -> None:
     assert page(idle, "m", "m", []).count("nothing to show") == 2
 
 
+@pytest.mark.parametrize(("refused", "doubts"), [(0, 0), (1, 1)])
+def test_steps_that_only_the_server_counts_are_told(refused: int, doubts: int) -> None:
+    measured = outcome_of([counts([1.0] * 9, refused=refused)], Period(0, 1)).measured
+    found = Outcome(measured, SERVED, 1, is_open=False, in_sequences=True).doubts()
+    assert sum("steps that ended sequences" in one for one in found) == doubts
+
+
 def test_server_that_loaded_the_model_anew_has_no_figures() -> None:
     assert Served.between(statistics(300, 90), statistics(100, 40)) is None
     assert Served.between(None, statistics(100, 40)) is None
