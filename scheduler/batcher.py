@@ -81,13 +81,7 @@ class Batcher(Generic[P, R]):
         self._accepts = self._stopped = self._suspended = False
         self._arrivals = arrivals or ArrivalModel()
         self._recovery: Recovery[P, R] = Recovery(
-            self._queue,
-            self._instances,
-            self._answers,
-            self._arrivals,
-            self._clock,
-            blames,
-            policy.isolate_failures,
+            self._queue, self._instances, self._answers, self._arrivals, self._clock, blames, policy
         )
         self._turns = Turns(self._turn, self._wait_budget, self._arrivals, self._clock)
         self.announce = self._turns.announce
@@ -209,9 +203,9 @@ class Batcher(Generic[P, R]):
         self._turns.take()
 
     def take_waiting(self) -> Sequence[Request[P, R]]:
-        """Remove the requests in the queue: they are answered by other ways."""
+        """Remove the requests that wait: they are answered by other ways."""
         self.take_announced()
-        for request in (taken := self._queue.take_all()):
+        for request in (taken := self._queue.take_all() + self._answers.still_wanted(self._recovery.take_all())):
             self._answers.elsewhere(request)
         return taken
 

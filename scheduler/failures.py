@@ -10,7 +10,7 @@ model that always fails has hardly more to do than without batching. If the batc
 request is at fault and none has to fail: all run again, in batches as small as necessary, since whatever failed once is
 only tried with fewer rows. Only a request that is too large alone fails for good. If the batch ended the instance, each
 request runs again by itself, on another instance: a new instance costs more than a few executions, and one batch may
-end only a few.
+end only a few. Where instances hold sequences, it fails instead: with another instance, all that this holds may end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.scheduler.answering import Answers
 from paceline.scheduler.batch_queue import BatchQueue
 from paceline.scheduler.clock import Clock
 from paceline.scheduler.instances import Instances
-from paceline.scheduler.policy import NEVER
+from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import Batch, P, R, Request, RequestT
 from paceline.scheduler.runner import Runner, ThreadLost
 from paceline.scheduler.sizing import Allowed
@@ -113,10 +113,10 @@ class Suspects(Generic[RequestT]):
 @dataclass(slots=True, eq=False)
 class Recovery(Generic[P, R]):
     """Recovers the requests of `queue` from what goes wrong on `instances`. `suspects` wait to run again, before
-    anything that is queued; unless `isolates`, none do. `ended` are the errors of runners whose instances have ended by
-    themselves, but whose executions haven't. `blames(error)` classifies an error: who may be at fault.
-    Requests whose callers have gone are reported to `answers`; `arrivals` learns which requests don't execute after
-    all. `due_ns`: when `drop_unwanted` has to be called, if there are suspects; 0: somebody has gone."""
+    anything that is queued; if `policy` doesn't isolate failures, none do. `ended` are the errors of runners whose
+    instances have ended by themselves, but whose executions haven't. `blames(error)` classifies an error: who may be at
+    fault. Requests whose callers have gone are reported to `answers`; `arrivals` learns which requests don't execute
+    after all. `due_ns`: when `drop_unwanted` has to be called, if there are suspects; 0: somebody has gone."""
 
     queue: BatchQueue[Request[P, R]]
     instances: Instances[P, R]
@@ -124,7 +124,7 @@ class Recovery(Generic[P, R]):
     arrivals: ArrivalModel
     clock: Clock
     blames: Callable[[BaseException], Blame]
-    isolates: bool
+    policy: BatchPolicy
     suspects: deque[Suspects[Request[P, R]]] = field(default_factory=deque)
     due_ns: int = NEVER
     ended: dict[Runner[P, R], BaseException] = field(default_factory=dict)
@@ -156,7 +156,8 @@ class Recovery(Generic[P, R]):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self.instances.given_up(runner):
             return self._wait_for_another(batch, suspects)
-        if not self.isolates:
+        holds_sequences = self.policy.sequences is not None and self.policy.sequences.places
+        if not self.policy.isolate_failures or (blame is Blame.FATAL and holds_sequences):
             return batch.requests
         if blame is Blame.FATAL:
             group.search.ends += 1

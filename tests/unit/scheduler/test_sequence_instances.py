@@ -6,10 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.scheduler.errors import (
-    NoInstance,
-    NotStarted,
-)
+from paceline.scheduler.errors import ExecutionFailed, NoInstance, NotStarted
 from paceline.scheduler.policy import BatchPolicy, SequencePolicy
 from paceline.scheduler.request import Request, SequenceStep
 from paceline.scheduler.sequence import SequenceEnd
@@ -93,6 +90,39 @@ async def test_steps_that_start_anew_outlive_a_lost_instance(instances: int) -> 
         await bench.finish(1)
     assert [one.result() for one in anew] == ["x", "xy", "c", "cd"]
     assert bench.batcher.waiting_requests == 0
+    bench.batcher.close()
+
+
+async def test_steps_that_may_have_ended_their_instance_fail() -> None:
+    bench = Bench(PLACES, instances=2)
+    steps = [bench.refusal(id_, str(id_), start=True)[0] for id_ in (1, 2, 3)]
+    await one_turn()
+    assert bench.running == "[1, 3]"
+    bench.runners[0].fail(ChildProcessError("killed"))
+    await one_turn()
+    for step in (steps[0], steps[2]):
+        with pytest.raises(ExecutionFailed, match="killed"):
+            step.result()
+    # Executed again, they might have ended the sequences of the other instance, too.
+    assert not bench.batcher.waiting_requests
+    await bench.finish(1)
+    assert steps[1].result() == "2"
+    bench.batcher.close()
+
+
+async def test_suspect_that_starts_anew_outlives_its_instance() -> None:
+    bench = Bench(PLACES, instances=2)
+    steps = [bench.refusal(id_, str(id_), start=True)[0] for id_ in (1, 2, 3)]
+    await one_turn()
+    await bench.finish(1)
+    bench.runners[0].fail(ValueError("one of them is bad"))
+    await one_turn()
+    assert bench.running == "[1]"
+    bench.runners[0].fail(OSError("lost"))
+    await one_turn()
+    await bench.finish(1)
+    assert steps[2].result() == "3"
+    assert not bench.batcher.waiting_requests
     bench.batcher.close()
 
 
