@@ -153,7 +153,8 @@ class ModelSource:
 @dataclass(frozen=True, slots=True)
 class Execution:
     """An executed batch: a result per request, in order, and where the time went (monotonic nanoseconds). `waited_ns`
-    is time spent waiting for another batch to be computed first; the other times don't include it.
+    is time spent waiting for another batch to be computed first; the other times don't include it. `ran`: whether there
+    was anything to execute; all requests may have been left out, as each has something wrong with it.
 
     An exception in place of a result concerns that request alone.
     """
@@ -163,6 +164,7 @@ class Execution:
     infer_ns: int
     output_ns: int
     waited_ns: int = 0
+    ran: bool = field(default=True, kw_only=True)
 
 
 class ModelInstance(Protocol):

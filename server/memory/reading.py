@@ -264,7 +264,7 @@ class _Reader:
         """Execute what could be read, if anything. Reading counts as part of getting the inputs together."""
         read_ns = monotonic_ns() - self._began_ns
         if not requests:
-            return Execution([], read_ns, 0, 0)
+            return Execution([], read_ns, 0, 0, ran=False)
         done = self._execute(requests, padded_rows)
         return replace(done, input_ns=done.input_ns + read_ns)
 

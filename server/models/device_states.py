@@ -9,6 +9,7 @@ any instance may execute any step; what was on a lost GPU isn't read, and its se
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -91,11 +92,11 @@ def with_states_at_hand(execute: ExecuteSteps, spec: ModelSpec, gpu: int | None)
                 if are_lost(step.inputs[first:]):
                     step.after = LOST
         ready = [step for number, step in enumerate(steps) if number not in failures]
-        done = execute(ready, padded_rows) if ready else Execution([], 0, 0, 0)
+        done = execute(ready, padded_rows) if ready else Execution([], 0, 0, 0, ran=False)
         # Without the states, or an answer that leaves slowly would keep their memory.
         results = iter([one if isinstance(one, Exception) else _first(one, outputs) for one in done.results])
         placed = [failures.get(number) or next(results) for number in range(len(steps))]
-        return Execution(placed, done.input_ns, done.infer_ns, done.output_ns, done.waited_ns)
+        return replace(done, results=placed)
 
     return execute_steps
 

@@ -181,7 +181,7 @@ def _of_fitting(execute: ExecuteSteps, model: str, reads: bool, lengths: Lengths
             except ExecutionError as error:
                 failures[step] = InvalidRequest(f"model '{model}': {error}")
         there = [step for step in steps if step not in failures]
-        done = execute(there, padded_rows) if there else Execution([], 0, 0, 0)
+        done = execute(there, padded_rows) if there else Execution([], 0, 0, 0, ran=False)
         results = iter(done.results)
         return replace(done, results=[failures.get(step) or next(results) for step in steps])
 

@@ -252,6 +252,8 @@ class VersionStatistics(Sums):
             self.shortages += isinstance(report.error, (OutOfMemory, MemoryError))
             return
         execution: Execution = report.execution
+        if not execution.ran:
+            return
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         answered = len(report.waits_ns)
         self.queue.add_all(report.waits_ns)

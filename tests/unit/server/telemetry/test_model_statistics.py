@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -79,6 +80,12 @@ def test_failed_batch_counts_no_execution(statistics: VersionStatistics) -> None
     statistics.on_batch(report(3, [], failed=3))
     assert (statistics.execution_count, statistics.rows, statistics.queue.count) == (0, 0, 0)
     assert statistics.last_inference_ms == 0
+
+
+def test_batch_of_which_nothing_ran_counts_no_execution(statistics: VersionStatistics) -> None:
+    whole = report(3, [])
+    statistics.on_batch(whole._replace(execution=replace(whole.execution, ran=False)))
+    assert (statistics.execution_count, statistics.rows, statistics.last_inference_ms) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
