@@ -15,6 +15,16 @@ from paceline.clients.messages import IndexEntry, TensorMetadata
 from paceline.clients.options import one_line, printable
 
 _LABEL_COLUMNS = 11
+_STRATEGIES = {
+    "direct": "each sequence keeps its row of the batch",
+    "oldest": "requests that have waited longest share a batch, in any row",
+}
+_CONTROLS = {
+    "START": "whether the request is the first of its sequence",
+    "READY": "whether the row has a request at all",
+    "END": "whether the request is the last of its sequence",
+    "CORRID": "the sequence's id",
+}
 
 
 def models_text(entries: Sequence[IndexEntry]) -> str:
@@ -126,11 +136,13 @@ def _instances(group: Instances) -> str:
 
 
 def _sequences(sequences: Sequences) -> Iterator[str]:
-    yield f"{sequences.strategy}, over after {sequences.idle_us / 1e6:g} s without a request"
+    yield f"a sequence ends after {sequences.idle_us / 1e6:g} s without a request"
+    yield f"strategy {sequences.strategy}: {_STRATEGIES[sequences.strategy]}"
     for name, kinds in sequences.controls.items():
-        yield one_line(f"the server says {', '.join(kinds)} in {name}")
+        told = ", ".join(f"{_CONTROLS[kind]} ({kind})" for kind in kinds)
+        yield one_line(f"input {name} is filled in by the server: {told}")
     for output, kept in sequences.states.items():
-        yield one_line(f"state {output} -> {kept} of the next step")
+        yield one_line(f"output {output} is kept as state, and is input {kept} of the next request")
 
 
 def _tensors_of(tensors: Mapping[str, str]) -> str:

@@ -142,14 +142,17 @@ def test_sequences_are_read_and_printed() -> None:
         sequence_batching {
           oldest { } max_sequence_idle_microseconds: 5000000
           control_input { name: "begin" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+          control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
           state { input_name: "h" output_name: "hn" }
         }
     """)
-    assert found.sequences == Sequences("oldest", 5_000_000, {"begin": ("START",)}, {"hn": "h"})
-    assert description_lines(found)[-4:] == [
-        "  sequences  oldest, over after 5 s without a request",
-        "             the server says START in begin",
-        "             state hn -> h of the next step",
+    assert found.sequences == Sequences("oldest", 5_000_000, {"begin": ("START",), "id": ("CORRID",)}, {"hn": "h"})
+    assert description_lines(found)[-6:] == [
+        "  sequences  a sequence ends after 5 s without a request",
+        "             strategy oldest: requests that have waited longest share a batch, in any row",
+        "             input begin is filled in by the server: whether the request is the first of its sequence (START)",
+        "             input id is filled in by the server: the sequence's id (CORRID)",
+        "             output hn is kept as state, and is input h of the next request",
         "  answers    any number for each request (decoupled)",
     ]
 
