@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +217,18 @@ async def test_stop_does_not_wait_for_the_restart_of_a_dead_front(
         await asyncio.wait_for(served.server.stop(100), 50)
 
 
-async def test_the_first_front_answers_while_another_still_starts(tmp_path: Path) -> None:
+async def test_the_first_front_serves_while_another_still_starts(tmp_path: Path) -> None:
+    """And so does each front from when it listens, whatever the others do."""
     write_identity(tmp_path)
-    port = free_port()
-    server = Server(
-        Settings(paths=(tmp_path,), frontends=2, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
-    )
+    port, starts, may_start = free_port(), count(), asyncio.Event()
+
+    async def start(descriptors: tuple[int, int, int]) -> ForkedFront:
+        if next(starts):
+            await may_start.wait()
+        return await start_front(descriptors)
+
+    settings = Settings(paths=(tmp_path,), frontends=2, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
+    server = Server(settings, start_front=start)
     request = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=soon) as channel:
@@ -229,10 +236,13 @@ async def test_the_first_front_answers_while_another_still_starts(tmp_path: Path
         starting = asyncio.create_task(server.start())
         try:
             first = await stub.ModelInfer(request, wait_for_ready=True, timeout=60)
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         finally:
+            may_start.set()
             await starting
             await server.stop(5)
     assert first.model_name == "echo"
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_answer_too_large_for_a_message_is_refused_although_memory_has_room_for_it(
