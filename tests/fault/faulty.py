@@ -77,7 +77,11 @@ def _die(inputs: Tensors) -> Tensors:
 
 
 def _kill_idle(thread: int) -> None:
-    while sys._current_frames()[thread].f_code.co_name != "_loop_forever":
+    """At the line where it waits: at a later one, what it has computed isn't told yet."""
+    while True:
+        frame = sys._current_frames()[thread]
+        if (frame.f_code.co_name, frame.f_lineno) == ("_loop_forever", frame.f_code.co_firstlineno + 1):
+            break
         time.sleep(0.001)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
     _log.warning("the thread will die")

@@ -127,11 +127,13 @@ async def test_front_killed_while_a_batch_executes_does_not_affect_the_others_an
         (doomed, hit), (_, other) = channels.items()
         lost = send(hit)
         await eventually_async(lambda: pending(server) == 1, "a request in the queue")
+        os.kill(doomed, signal.SIGSTOP)  # so that it can't answer first, however long the rest takes
         kept = send(other, rows=3)
         await eventually_async(lambda: pending(server) == 0, "the batch executing")
         os.kill(doomed, signal.SIGKILL)
         assert (await kept).raw_output_contents[0] == request(rows=3).raw_input_contents[0]
         assert await lost.code() is UNAVAILABLE
+    await eventually_async(lambda: counted()[3] == 1, "the front replaced")
     assert counted()[:2] == [4, 1]
 
 
