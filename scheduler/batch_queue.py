@@ -201,7 +201,7 @@ class BatchQueue(Generic[RequestT]):
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
 
     def done(self, batch: Batch[RequestT], now_ns: int, duration_ns: int | None) -> None:
-        """Learn that a batch has ended, having executed for `duration_ns`; None if it failed."""
+        """Learn that a batch has ended, having executed for `duration_ns`; None if it failed, or nothing ran."""
         self._executing.end(batch)
         if duration_ns is not None:
             size = batch.padded_rows

@@ -343,7 +343,8 @@ class Batcher(Generic[P, R]):
         now_ns, requests, arrivals, turns = self._clock.now_ns(), len(batch.requests), self._arrivals, self._turns
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
-        self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
+        ran = not outcome.error and getattr(outcome.executed, "ran", True)
+        self._queue.done(batch, now_ns, computed_ns if ran else None)
         arrivals.on_end(requests, now_ns)
         arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._recovery.failed(runner, batch, outcome.error, suspects) if outcome.error else ()

@@ -46,7 +46,7 @@ class Executed(Protocol[R_co]):
     request hasn't ended, and its source, which is told of it with that as its `value`, submits it again or ends it. One
     that is answered elsewhere counts as executed; whoever answers its request ends it, before the execution does or
     after. An optional `waited_ns` is how much of the execution was spent waiting for another one of the same
-    instance."""
+    instance, an optional `ran` whether anything was executed at all."""
 
     @property
     def results(self) -> Sequence[R_co | Exception | NoAnswer]: ...

@@ -72,9 +72,10 @@ class _ManualAlarm:
 
 @dataclass(frozen=True, slots=True)
 class Results(Generic[R]):
-    """The least that an instance may return."""
+    """The least that an instance may return, and whether anything ran."""
 
-    results: Sequence[R | NoAnswer]
+    results: Sequence[R | Exception | NoAnswer]
+    ran: bool = True
 
 
 class StepRunner(Generic[P, R]):
@@ -137,10 +138,10 @@ class StepRunner(Generic[P, R]):
         payloads = self._current[0] if self._current is not None else ()
         self.finish_with([answer(payload) for payload in payloads])
 
-    def finish_with(self, results: Sequence[R | NoAnswer]) -> None:
+    def finish_with(self, results: Sequence[R | Exception | NoAnswer], *, ran: bool = True) -> None:
         """End the running batch with these results, one for each request."""
         _, done, started_ns = self._take()
-        done(Outcome(started_ns, self._clock.now_ns(), executed=Results(results)))
+        done(Outcome(started_ns, self._clock.now_ns(), executed=Results(results, ran)))
 
     def fail(self, error: BaseException) -> None:
         """End the running batch with `error`."""

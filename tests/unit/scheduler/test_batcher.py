@@ -385,6 +385,18 @@ async def test_request_with_an_unreachable_deadline_is_refused_and_counted() -> 
     bench.batcher.close()
 
 
+async def test_batch_of_which_nothing_ran_teaches_no_duration() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    for _ in range(3):
+        await bench.submit("unreadable")
+        bench.clock.advance(10 * MS)
+        bench.runner.finish_with([ValueError("unreadable")], ran=False)
+    (request,) = await bench.submit("b", deadline_ns=bench.clock.now_ns() + MS)
+    bench.runner.finish(str.upper)
+    assert request.result() == "B"
+    bench.batcher.close()
+
+
 async def test_request_is_given_up_instead_of_executed_once_its_deadline_is_unreachable() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
