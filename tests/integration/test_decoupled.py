@@ -82,6 +82,10 @@ async def one(served: Served, code: str) -> int | str | None:
     return answer[1]
 
 
+async def answers_with_one(served: Served) -> bool:
+    return await one(served, "send(1, True)") == 1
+
+
 async def settled(served: Served) -> pb.ModelStatistics:
     """The statistics, once no request is open any more."""
     model = served.server.repository.get("m", "")
@@ -274,7 +278,7 @@ async def test_deadline_ends_a_request_and_is_told(tmp_path: Path, code: str) ->
             *answers, last = await rest(stream)
             begun = ("late", 1, False) in answers
         assert last == ("late", "model 'm': Deadline Exceeded: the model hasn't sent its last answer", True)
-        assert await all_cancelled(started)
+        await eventually_awaited(lambda: all_cancelled(started), "the model is told")
         await settled(started)
 
 
@@ -326,12 +330,13 @@ async def test_process_killed_between_answers_fails_what_is_open(tmp_path: Path)
 async def test_hanging_execution_fails_its_requests_and_those_kept(tmp_path: Path) -> None:
     config = 'max_batch_size: 8 parameters { key: "paceline.execution_timeout_ms" value { string_value: "300" } }'
     async with served(tmp_path, config) as started:
-        stream = Stream(started)
-        await stream.send(asking(KEEP, "kept"), asking("send(1)\nthreading.Event().wait()", "hangs"))
-        answers = await rest(stream)
-        assert ("hangs", 1, False) in answers
-        assert {answer[0] for answer in answers if answer[2]} == {"kept", "hangs"}
-        assert await one(started, "send(1, True)") == 1
+        answers: list[Told] = []
+        while ("hangs", 1, False) not in answers:  # again if a busy machine takes as long as a hang to get there
+            stream = Stream(started)
+            await stream.send(asking(KEEP, "kept"), asking("send(1)\nthreading.Event().wait()", "hangs"))
+            answers = await rest(stream)
+            assert {answer[0] for answer in answers if answer[2]} == {"kept", "hangs"}
+        await eventually_awaited(lambda: answers_with_one(started), "another process")
         await settled(started)
 
 
