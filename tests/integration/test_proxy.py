@@ -19,7 +19,13 @@ from tests.integration.front_memory import held_bytes, nothing_held
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import failure_of
 from tests.integration.streams import Stream
-from tests.integration.upstreams import Upstream, behind, calls_behind_a_busy_upstream, tensors_of
+from tests.integration.upstreams import (
+    Upstream,
+    batch_of_patient_and_hasty,
+    behind,
+    calls_behind_a_busy_upstream,
+    tensors_of,
+)
 from tests.polling import eventually_async
 
 pytestmark = pytest.mark.usefixtures("frontends")
@@ -133,20 +139,14 @@ async def test_flag_sets_how_many_batches_of_a_model_are_under_way_at_once(tmp_p
 async def test_deadline_of_a_batch_is_the_longest_and_each_request_keeps_its_own(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
-        stub.gates[1] = asyncio.Event()
-        _, short = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=2)
-        (long,) = send(served, request(2), timeout_s=60)
-        await eventually_async(lambda: served.waiting("m") == 2, "both waiting")
-        stub.gate.set()
-        await eventually_async(lambda: len(stub.calls) == 2, "the batch of both")
-        assert stub.marks[1] == [1, 2]
-        left_s = stub.left_s[1]
+        patient, hasty = await batch_of_patient_and_hasty(served, stub)
+        left_s = stub.left_s[-1]
         assert left_s is not None
         assert 50 < left_s < 61
-        assert (await failure_of(short))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await failure_of(hasty))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
         assert stub.under_way == 1
         stub.gates[1].set()
-        assert tensors_of(await long)["x"][0, 0] == 4
+        assert tensors_of(await patient)["x"][0, 0] == 2
 
 
 async def test_deadline_of_a_lone_request_is_passed_on(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.integration.scripted import Script, request, send
 from tests.integration.serving import failure_of, serving
 from tests.integration.upstreams import (
     Upstream,
+    batch_of_patient_and_hasty,
     behind,
     calls_behind_a_busy_upstream,
     double,
@@ -270,13 +271,8 @@ async def test_upstream_call_is_cancelled_once_its_last_caller_is_gone(tmp_path:
 async def test_upstream_call_is_cancelled_once_its_last_caller_has_timed_out(tmp_path: Path) -> None:
     """Before its own deadline, which is that of the caller who has left."""
     stub = Upstream()
-    stub.gates[1] = asyncio.Event()
     async with behind(tmp_path, stub) as served:
-        _, patient = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=60)
-        (hasty,) = send(served, request(2), timeout_s=2)
-        await eventually_async(lambda: served.waiting("m") == 2, "waiting")
-        stub.gate.set()
-        await eventually_async(lambda: stub.marks[1:] == [[1, 2]], "the batch of both")
+        patient, hasty = await batch_of_patient_and_hasty(served, stub)
         patient.cancel()
         assert (await failure_of(hasty))[0] is Code.DEADLINE_EXCEEDED
         await eventually_async(lambda: stub.under_way == 0, "the call cancelled")

@@ -32,6 +32,7 @@ from tests.wire import Array
 __all__ = [
     "Call",
     "Upstream",
+    "batch_of_patient_and_hasty",
     "behind",
     "calls_behind_a_busy_upstream",
     "fp32",
@@ -185,3 +186,21 @@ async def calls_behind_a_busy_upstream(
         calls += send(served, one, **how)
         await eventually_async(lambda n=number: served.waiting("m") == n + 1, f"{number + 1} waiting")
     return calls
+
+
+async def batch_of_patient_and_hasty(served: Served, stub: Upstream) -> tuple[Any, Any]:
+    """Two calls that the upstream has as one batch, which waits at `stub.gates[1]`: of mark 1, whose caller waits for a
+    minute, and of mark 2, whose caller doesn't wait for long."""
+    for timeout_s in (0.3, 3.0, 15.0):
+        stub.gates[1] = asyncio.Event()
+        before = len(stub.calls)
+        blocker, patient = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=60)
+        (hasty,) = send(served, request(2), timeout_s=timeout_s)
+        await eventually_async(lambda: hasty.done() or served.waiting("m") == 2, "both waiting")  # noqa: B023
+        stub.gate.set()
+        await eventually_async(lambda n=before: len(stub.calls) == n + 2, "the batch")
+        if stub.marks[-1] == [1, 2]:
+            return patient, hasty
+        stub.gates[1].set()  # on so busy a machine, the hasty one has left before
+        await asyncio.gather(blocker, patient, hasty, return_exceptions=True)
+    raise AssertionError("no batch of both")
