@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ async def target() -> AsyncIterator[str]:
 
 
 async def test_closed_loop_tells_rates_percentiles_and_what_was_seen(target: str) -> None:
-    seen, began = iter(range(10)), []
+    seen, began = count(), []
     found = await asyncio.to_thread(
         closed, target, [b"one", b"two"], 4, 0.4, 0.2, look=lambda: next(seen), meanwhile=lambda: began.append(True)
     )
     assert found["ok"] > 0
-    assert found["requests_per_s"] == pytest.approx(found["answers"] / 0.4)
+    # More than once 0.4 s if hardly anything was answered, as on a machine that stands still.
+    times = found["answers"] / found["requests_per_s"] / 0.4
+    assert times == pytest.approx(round(times))
     assert found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
-    assert (found["before"], found["after"], began) == (1, 2, [True])
+    assert (found["before"], found["after"], began) == (1, 1 + round(times), [True])
 
 
 async def test_closed_loop_with_an_error_has_no_result(target: str) -> None:
@@ -54,7 +57,8 @@ async def test_closed_loop_with_an_error_has_no_result(target: str) -> None:
 async def test_open_loop_counts_refused_and_late_requests(target: str, tmp_path: Path) -> None:
     (tmp_path / "never").write_bytes(b"never")
     found = await asyncio.to_thread(open_loop, target, [b"no", tmp_path / "never", b"one"], 150, 0.5, 0.5, 0.0)
-    assert found["errors"].keys() == {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    # The generator itself may be late.
+    assert found["errors"].keys() - {"NOT_SENT"} == {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
     assert found["ok"] + sum(found["errors"].values()) == found["offered"] > 0
     assert found["refused_p99_ms"] >= found["refused_p50_ms"] > 0
 
