@@ -107,6 +107,9 @@ def _saturation(one: Tried, live: Live) -> str:
     # Instances that are busy all the time can serve more so long as batches can grow.
     if one.found.rows_per_batch >= _FULL * one.setting.policy.max_batch_rows:
         share = max(share, one.found.busy)
+    # By prediction, it can't be served as it comes.
+    if load.rate > _LONGER * one.found.throughput:
+        share = max(share, load.rate / max(1e-9, one.found.throughput))
     if share < _NEAR:
         return ""
     return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
