@@ -329,7 +329,7 @@ def test_encode_classes_of_too_large_an_output_are_refused_naming_model_and_outp
 @pytest.mark.parametrize("binary", [True, False], ids=["raw", "typed"])
 def test_response_without_room_raises_memory_error(binary: bool) -> None:
     """protobuf would end the process."""
-    array = np.zeros(2**24, np.float32)
+    array = np.zeros(2**26, np.float32)
     codec = one_tensor("FP32", (-1,))
     request = infer("m", {"t": array[:1]}, parameters={"binary_data_output": binary})
     decoded = codec.read(request)
