@@ -49,8 +49,8 @@ _SHARES = (0.3, 0.7)
 _CLIENTS = 16
 _MOST_ROWS = 16
 _ATTEMPTS, _MOST_OTHERS = 3, 0.05
-_TURNS = 5
 """A measurement beside which other processes had more of the machine is repeated, so often at most."""
+_TURNS = 5
 _LOOSE = 1.5
 """The bound of the closed loop: so many times what is predicted for the model as it is."""
 
@@ -271,14 +271,22 @@ class _Model:
         }
         if not within:
             return {"chosen": _named(picked), "best": "none in time", "ratio": None}
-        best = max(within, key=lambda setting: within[setting])
-        named = {"chosen": _named(picked), "best": best}
-        if best == _named(picked):
-            return {**named, "ratio": 1.0}
-        # The best of many that were measured once had luck, too: both again, in turns.
-        turns = [[self._alone(trials, one, goal) for one in (picked, self._settings[best])] for _ in range(_TURNS)]
-        kept = median(_ms(99, mine) for mine, _ in turns) * 1e6 <= bound_ns
-        return {**named, "ratio": median(mine.throughput / other.throughput for mine, other in turns) if kept else 0.0}
+        chosen = _named(picked)
+        # The best of many that were measured once had luck, too: both again, in turns, until one keeps the bound.
+        for best in sorted(within, key=lambda setting: -within[setting]):
+            if best == chosen:
+                break
+            pair = picked, self._settings[best]
+            turns = [self._in_turn(trials, pair, goal, number % 2 == 1) for number in range(_TURNS)]
+            kept = [median(_ms(99, live) for live in lives) * 1e6 <= bound_ns for lives in zip(*turns, strict=True)]
+            if kept[1]:
+                ratio = median(mine.throughput / other.throughput for mine, other in turns)
+                return {"chosen": chosen, "best": best, "ratio": ratio if kept[0] else 0.0}
+        return {"chosen": chosen, "best": chosen, "ratio": 1.0 if chosen in within else 0.0}
+
+    def _in_turn(self, trials: Trials, pair: tuple[Setting, Setting], goal: Goal, is_backwards: bool) -> list[Live]:
+        lives = [self._alone(trials, one, goal) for one in (reversed(pair) if is_backwards else pair)]
+        return lives[::-1] if is_backwards else lives
 
     def _alone(self, trials: Trials, setting: Setting, goal: Goal) -> Live:
         with trials.server(setting) as server:

@@ -10,7 +10,8 @@ model that always fails has hardly more to do than without batching. If the batc
 request is at fault and none has to fail: all run again, in batches as small as necessary, since whatever failed once is
 only tried with fewer rows. Only a request that is too large alone fails for good. If the batch ended the instance, each
 request runs again by itself, on another instance: a new instance costs more than a few executions, and one batch may
-end only a few. Where instances hold sequences, it fails instead: with another instance, all that this holds may end.
+end only a few. Where instances hold sequences, they fail instead: an instance that they ended, too, would take all of
+its sequences with it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Blame(Enum):
     INSTANCE_BEFORE = auto()
     """The instance's, before it began on the batch, which another instance may execute."""
     FATAL = auto()
-    """Some of the requests ended the instance, which may be replaced: the others may succeed on another one."""
+    """Some of the requests ended the instance, which may be replaced: the others may succeed on another one, if it held
+    no sequences."""
     NOBODY = auto()
     """None of these: running anything again would gain nothing."""
 

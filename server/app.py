@@ -202,11 +202,11 @@ class Server:
             self.judge_loads()
             # Set first: of several processes that open the port, one may have a caller before the last has opened it.
             self.inference.serving = self.inference.ready = True
-            self._grpc.set_serving(self.repository.ready, not self._health.why_not_live())
+            self._health.admit()
             self.grpc_port = await self._grpc.open(self._settings.grpc_port)
         except BaseException:
             self.inference.serving = self.inference.ready = False
-            self._grpc.set_serving(False)
+            self._health.close()
             # Nobody has been promised an answer. A cancellation meanwhile cuts this short; the first error is raised.
             with suppress(asyncio.CancelledError):
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))

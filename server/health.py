@@ -27,7 +27,8 @@ _log = logging.getLogger("paceline.server")
 
 class Health:
     """Tells gRPC's health service, the metrics, probes and the log. From `open` to `close` the models decide; before
-    and after that the server isn't ready."""
+    and after that the server isn't ready. gRPC's service is told from `admit` on: of several processes that open the
+    port, one may have a caller before the last has opened it."""
 
     def __init__(
         self, repository: ModelLookup, cuda: CudaRegions, metrics: Metrics, service: FrontPool | Listener
@@ -37,21 +38,26 @@ class Health:
         self._metrics = metrics
         self._service = service
         self._why_closed = "starting"
-        self._was_ready = False
+        self._admits = self._was_ready = False
         self._where = ""
 
-    def open(self, where: str) -> None:
-        """The server accepts requests. `where` is for the log. On the event loop's thread."""
-        self._why_closed, self._where = "", where
+    def admit(self) -> None:
+        """Whoever finds the port open may send requests. On the event loop's thread."""
+        self._admits = True
         self._repository.on_change = self._tell
         self._cuda.on_loss = partial(call_soon, asyncio.get_running_loop(), self._tell)
+        self._tell()
+
+    def open(self, where: str) -> None:
+        """The port is open. `where` is for the log."""
+        self._why_closed, self._where = "", where
         self._tell()
         if why_not := self.why_not_ready():
             _log.info("serving, not ready: %s: %s", why_not, where)
 
     def close(self) -> None:
-        """The server is about to stop."""
-        self._why_closed = "stopping"
+        """The server is about to stop, or couldn't start."""
+        self._why_closed, self._admits = "stopping", False
         self._metrics.set_health(False, 0)
         self._service.set_serving(False)
 
@@ -71,10 +77,12 @@ class Health:
         return {"/livez": LoopProbe(loop, self.why_not_live), "/readyz": LoopProbe(loop, self.why_not_ready)}
 
     def _tell(self) -> None:
-        if self._why_closed:
+        if not self._admits:
             return
         ready = self._repository.ready
         self._service.set_serving(ready, not self.why_not_live())
+        if self._why_closed:
+            return
         self._metrics.set_health(ready, len(self._repository.failures))
         if ready and not self._was_ready:
             self._was_ready = True

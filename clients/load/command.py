@@ -57,6 +57,8 @@ _LONGEST_S: Final = 1e9
 _LENGTH: Final = Seconds(0.01, 1e6)
 """Figures are kept by slices, of which a shorter time would have more than can be told."""
 _COUNT: Final = click.IntRange(min=1)
+_FEW_WORDS: Final = 5
+"""What gRPC's libraries say of a handler that failed with an unknown key, for example, which is its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,7 @@ def load(model: str, access: ConnectionOptions, **given: Any) -> None:
             if (options.stream or options.texts) and [*total.errors] == ["UNIMPLEMENTED"]:
                 why = "the server has no ModelStreamInfer, which --stream and --text need"
             hint = " (send sequences, as with --sequence-length 5..20)" if NO_SEQUENCE in why else ""
-            if options.stream and "UNKNOWN" in total.errors:
+            if options.stream and 0 < len(total.reasons.get("UNKNOWN", "").split()) <= _FEW_WORDS:
                 hint = " (over streams, some servers say no more than that: try without --stream)"
             raise click.ClickException(f"every request failed: {why}{hint}")
         if not all(one.holds(value) for one, value in verdicts):
@@ -292,7 +294,7 @@ def _messages(
         for one in contents:
             requests.append(infer_request(model, version=options.version, outputs=options.outputs, **one._asdict()))
             if len(requests) % 1_000 == 0:
-                write(f"{len(requests)} requests made up")
+                write(f"{len(requests)} requests prepared")
     for request in requests if options.stream or options.texts else ():
         enable_empty_final(request)
     placing = in_shared_memory(client, requests, options.stream) if options.shared_memory else nullcontext(requests)

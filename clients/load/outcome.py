@@ -111,7 +111,7 @@ class Outcome:
             why = "more --processes may help" if is_own else "the machine was busy with other work"
             found.append(f"requests were sent late, which is part of their latencies: {why}")
         if self.in_sequences and self.total.failed and self.served is not None:
-            found.append("only the server's figures count the steps that ended sequences after a failed one")
+            found.append("the server may also count steps that ended sequences after a failed one: no other figures do")
         if self.cores > _BUSY * self.processes:
             found.append("the generator's processes were busy all the time and may be the limit: more --processes")
         return found

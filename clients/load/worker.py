@@ -38,7 +38,8 @@ _MOST_UNDER_WAY: Final = 20_000
 _MAY_HAVE_BEGUN: Final = {EMPTY, "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNKNOWN"}
 """If a sequence's first step fails with another status, the server has refused it, and has nothing to end."""
 _FULL: Final = "Exceeds maximum queue size"
-"""So it has, if it says this, but not if the step left too large a state, or had too little memory."""
+"""So it has, if it says this, but not if the step left too large a state, or had too little memory. Where it is said of
+a later step of an ensemble, a sequence of an earlier one may have begun."""
 _SENT_AT_ONCE: Final = 16
 """When late, answers are looked at after so many."""
 
@@ -212,8 +213,10 @@ class Sender:
             failed = await self._ask(asking, message + own, due_ns, entry)
             if not failed and is_last:
                 return True
-            if failed and not step and (failed.status not in _MAY_HAVE_BEGUN or _FULL in failed.reason):
-                return False
+            if failed and not step:
+                is_full = _FULL in failed.reason and not failed.reason.startswith("in ensemble")
+                if is_full or failed.status not in _MAY_HAVE_BEGUN:
+                    return False
             if not failed or not step:
                 ending = message  # a step that fails for what it contains may end nothing
             if failed:

@@ -108,11 +108,11 @@ def _saturation(one: Tried, live: Live) -> str:
     if one.found.rows_per_batch >= _FULL * one.setting.policy.max_batch_rows:
         share = max(share, one.found.busy)
     # By prediction, it can't be served as it comes.
-    if load.rate > _LONGER * one.found.throughput:
-        share = max(share, load.rate / max(1e-9, one.found.throughput))
+    if 0 < one.found.throughput < load.rate / _LONGER:
+        share = max(share, load.rate / one.found.throughput)
     if share < _NEAR:
         return ""
-    return f"the load is {share:.2f} of what can be served at most, and near that, waits differ most"
+    return f"the load is {share:.2f} of what can be served at most by prediction, and near that, waits differ most"
 
 
 def _unanswered(one: Tried, live: Live) -> str:

@@ -227,7 +227,9 @@ async def test_the_first_front_serves_while_another_still_starts(tmp_path: Path)
             await may_start.wait()
         return await start_front(descriptors)
 
-    settings = Settings(paths=(tmp_path,), frontends=2, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    on_port = {"grpc_address": "127.0.0.1", "grpc_port": port, "metrics_port": None}
+    settings = explicit(tmp_path, load=("echo",), frontends=2, **on_port)
     server = Server(settings, start_front=start)
     request = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -236,13 +238,18 @@ async def test_the_first_front_serves_while_another_still_starts(tmp_path: Path)
         starting = asyncio.create_task(server.start())
         try:
             first = await stub.ModelInfer(request, wait_for_ready=True, timeout=60)
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            health = health_pb2_grpc.HealthStub(channel)
+            before = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            code, _ = await failure_of(stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="bad")))
+            after = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
         finally:
             may_start.set()
             await starting
             await server.stop(5)
     assert first.model_name == "echo"
-    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert before.status == health_pb2.HealthCheckResponse.SERVING
+    assert code is not Code.OK
+    assert after.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_answer_too_large_for_a_message_is_refused_although_memory_has_room_for_it(

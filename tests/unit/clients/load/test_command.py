@@ -90,7 +90,7 @@ def test_making_up_many_requests_is_shown(peer: Peer) -> None:
     peer.takes(x=("FP32", [-1, 2]))
     with redirect_stderr(Terminal()) as terminal, pytest.raises(SystemExit, match="0"):
         load.main(["m", "--server", peer.target, "--count", "1", "--distinct", "2000"])
-    assert terminal.getvalue().startswith("\r1000 requests made up\x1b[K\r2000 requests made up\x1b[K\r\x1b[K")
+    assert terminal.getvalue().startswith("\r1000 requests prepared\x1b[K\r2000 requests prepared\x1b[K\r\x1b[K")
 
 
 def test_load_of_a_count_prints_its_figures(run: Run, peer: Peer) -> None:

@@ -139,7 +139,11 @@ async def test_sequence_ends_with_the_step_that_fails(peer: Peer) -> None:
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("expected a step to leave states of at most 8 bytes", ["S", "E"]), ("Exceeds maximum queue size of 1", ["S"])],
+    [
+        ("expected a step to leave states of at most 8 bytes", ["S", "E"]),
+        ("in ensemble 'e', step 1 ('second'): Exceeds maximum queue size of 1", ["S", "E"]),
+        ("Exceeds maximum queue size of 1", ["S"]),
+    ],
 )
 async def test_sequence_whose_first_step_fails_is_ended_unless_refused(peer: Peer, text: str, steps: list[str]) -> None:
     sums = Sums()
