@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.protos import inference_pb2 as pb
 from tests.integration.scripted import Call, Script, busy, mark_of, queued, request, send
 from tests.integration.serving import Served, serving
-from tests.polling import eventually_async
+from tests.polling import eventually_awaited
 
 MERGE = "max_batch_size: 8 dynamic_batching { }"
 LONG_US = 100_000_000
@@ -26,10 +26,12 @@ async def test_single_request_without_a_delay_does_not_wait_for_more(tmp_path: P
 
 async def test_delay_is_kept_even_while_instances_are_idle(tmp_path: Path) -> None:
     script = Script()
-    text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300000 } instance_group { count: 2 }"
-    async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        assert mark_of(await served.infer(request(1))) == 1
-        assert await served.metric("nv_inference_queue_duration_us") >= 300_000
+    text = f"max_batch_size: 8 dynamic_batching {{ max_queue_delay_microseconds: {LONG_US} }} "
+    async with serving(tmp_path, {"m": script.model}, config=f"{text} instance_group {{ count: 2 }}") as served:
+        calls = await queued(served, [request(1), request(2)])
+        assert script.seen == []
+        await asyncio.gather(*calls, *send(served, request(3, rows=6)))
+    assert script.seen == [[1, 2] + [3] * 6]
 
 
 async def test_delay_ends_at_once_when_the_batch_is_full(tmp_path: Path) -> None:
@@ -120,9 +122,11 @@ async def two_of_which_the_first_is_held(served: Served, script: Script) -> list
     first = send(served, request(1))
     await asyncio.to_thread(gate.wait_entered, 1)
     second = send(served, request(2))
-    executed = 'nv_inference_exec_count{model="m",version="1"}'
-    while (await served.metrics())[executed] < 1:
-        await eventually_async(lambda: [2] in script.seen, "the second executed")
+
+    async def executed() -> bool:
+        return await served.metric("nv_inference_exec_count") >= 1
+
+    await eventually_awaited(executed, "the second executed")
     await settled(served)
     return first + second
 

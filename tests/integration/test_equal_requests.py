@@ -97,15 +97,18 @@ async def test_execution_that_nobody_waits_for_is_called_off(tmp_path: Path, ord
 
 
 async def test_deadline_of_one_that_waits_is_its_own(tmp_path: Path) -> None:
+    """It waits for the equal one that executes: the model's queue is full, and would refuse it."""
     script = Script()
-    async with serving(tmp_path, {"m": script.model}, config=CACHED, settings=with_cache(tmp_path)) as served:
+    config = CACHED.replace("{ }", "{ default_queue_policy { max_queue_size: 1 } }")
+    async with serving(tmp_path, {"m": script.model}, config=config, settings=with_cache(tmp_path)) as served:
         first, gate = await held(served, script)
+        (other,) = await queued(served, [request(1)])
         code, text = await failure_of(served.infer(request(0, paceline_deadline_us=100_000)))
         assert (code, "Deadline Exceeded" in text) == (Code.DEADLINE_EXCEEDED, True)
         gate.open()
-        assert mark_of(await first) == 0
-        assert await counts(served) == {"success": 1, "REJECTED": 1, "misses": 2}
-    assert script.seen == [[0]]
+        assert [mark_of(await first), mark_of(await other)] == [0, 1]
+        assert await counts(served) == {"success": 2, "REJECTED": 1, "misses": 3}
+    assert script.seen == [[0], [1]]
 
 
 async def test_first_that_expires_in_the_queue_harms_nobody(tmp_path: Path) -> None:

@@ -136,10 +136,13 @@ async def test_flag_sets_how_many_batches_of_a_model_are_under_way_at_once(tmp_p
         assert [sorted(marks) for marks in stub.marks[2:]] == [[3, 4]]
 
 
-async def test_deadline_of_a_batch_is_the_longest_and_each_request_keeps_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=str)
+async def test_deadline_of_a_batch_is_the_longest_and_each_request_keeps_its_own(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:
-        patient, hasty = await batch_of_patient_and_hasty(served, stub)
+        patient, hasty = await batch_of_patient_and_hasty(served, stub, order)
         left_s = stub.left_s[-1]
         assert left_s is not None
         assert 50 < left_s < 61

@@ -188,19 +188,25 @@ async def calls_behind_a_busy_upstream(
     return calls
 
 
-async def batch_of_patient_and_hasty(served: Served, stub: Upstream) -> tuple[Any, Any]:
+async def batch_of_patient_and_hasty(served: Served, stub: Upstream, order: Sequence[int] = (1, 2)) -> tuple[Any, Any]:
     """Two calls that the upstream has as one batch, which waits at `stub.gates[1]`: of mark 1, whose caller waits for a
-    minute, and of mark 2, whose caller doesn't wait for long."""
+    minute, and of mark 2, whose caller doesn't wait for long. `order` is that of their marks in the queue."""
     for timeout_s in (0.3, 3.0, 15.0):
-        stub.gates[1] = asyncio.Event()
+        stub.gates[1] = stub.gates[2] = asyncio.Event()
         before = len(stub.calls)
-        blocker, patient = await calls_behind_a_busy_upstream(served, stub, request(1), timeout_s=60)
-        (hasty,) = send(served, request(2), timeout_s=timeout_s)
-        await eventually_async(lambda: hasty.done() or served.waiting("m") == 2, "both waiting")  # noqa: B023
+        (blocker,) = await calls_behind_a_busy_upstream(served, stub)
+        calls: dict[int, Any] = {}
+        for mark in order:
+            (calls[mark],) = send(served, request(mark), timeout_s={1: 60, 2: timeout_s}[mark])
+
+            def waiting(calls: dict[int, Any] = calls) -> bool:
+                return served.waiting("m") == len(calls) or any(call.done() for call in calls.values())
+
+            await eventually_async(waiting, "waiting")
         stub.gate.set()
-        await eventually_async(lambda n=before: len(stub.calls) == n + 2, "the batch")
-        if stub.marks[-1] == [1, 2]:
-            return patient, hasty
+        await eventually_async(lambda n=before: len(stub.calls) >= n + 2, "the batch")
+        if stub.marks[-1] == list(order):
+            return calls[1], calls[2]
         stub.gates[1].set()  # on so busy a machine, the hasty one has left before
-        await asyncio.gather(blocker, patient, hasty, return_exceptions=True)
+        await asyncio.gather(blocker, *calls.values(), return_exceptions=True)
     raise AssertionError("no batch of both")
