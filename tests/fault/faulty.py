@@ -7,6 +7,7 @@ Lives here: the faults. Must not: assertions.
 from __future__ import annotations
 
 import ctypes
+import linecache
 import logging
 import os
 import sys
@@ -78,11 +79,15 @@ def _die(inputs: Tensors) -> Tensors:
 
 def _kill_idle(thread: int) -> None:
     """At the line where it waits: at a later one, what it has computed isn't told yet."""
-    while True:
-        frame = sys._current_frames()[thread]
-        if (frame.f_code.co_name, frame.f_lineno) == ("_loop_forever", frame.f_code.co_firstlineno + 1):
-            break
+    line = ""
+    until_s = time.monotonic() + 15
+    while "self._work.get()" not in line:
+        if time.monotonic() > until_s:
+            _log.error("the thread never waits, but is at: %s", line)
+            return
         time.sleep(0.001)
+        frame = sys._current_frames()[thread]
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
     _log.warning("the thread will die")
 

@@ -119,11 +119,11 @@ def anonymous_kib(pid: int) -> int:
 def test_process_that_is_idle_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.backends.own_process.session._idle", _Idle())
     monkeypatch.setattr("paceline.backends.own_process.session._IDLE_S", 0.01)
-    monkeypatch.setattr(ModelProcess.__init__, "__defaults__", (60.0,))  # it gets to its end on a busy machine, too
     processes = []
     for _ in range(2):
         with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
             processes.append(process_of(apart))
+            monkeypatch.setattr(processes[-1], "_close_s", 60.0)  # it gets to its end on a busy machine, too
         eventually(lambda: processes[-1].ended, "the process ended")
     assert [process.end for process in processes] == ["ended with exit status 0"] * 2
 
