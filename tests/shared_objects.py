@@ -56,14 +56,15 @@ def shared_object(size: int) -> Iterator[SharedObject]:
         made.close()
 
 
-def held_by(pid: int | str = "self") -> tuple[int, int]:
-    """How many descriptors and mappings of objects in shared memory a process has, deleted ones too."""
+def held_by(pid: int | str = "self", key: str = "/paceline-test-") -> tuple[int, int]:
+    """How many descriptors and mappings a process has of objects in shared memory whose keys begin with `key`, deleted
+    ones too. In the test's own process, something of an earlier test may not have been collected yet."""
     descriptors = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
-            descriptors += os.readlink(entry).startswith(f"{FOLDER}/paceline-test-")
+            descriptors += os.readlink(entry).startswith(f"{FOLDER}{key}")
     maps = Path(f"/proc/{pid}/maps").read_text()
-    return descriptors, sum(f"{FOLDER}/paceline-test-" in line for line in maps.splitlines())
+    return descriptors, sum(f"{FOLDER}{key}" in line for line in maps.splitlines())
 
 
 def add_shared_input(

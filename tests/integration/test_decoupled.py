@@ -409,7 +409,7 @@ async def test_unread_answers_keep_no_shared_memory(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), allow_python_models=True, allow_client_shm=True)
     with shared_object(4096) as memory:
         async with served(tmp_path, settings=settings) as started:
-            own, _ = held_by()
+            own, _ = held_by(key=memory.key)
             await register(started, "r", memory.key, 4096)
             # Ids fill what gRPC takes for a client that reads nothing, so that answers wait here.
             request = asking("for n in range(14): send(n)\nrequest.end()", "x" * 500_000)
@@ -421,7 +421,7 @@ async def test_unread_answers_keep_no_shared_memory(tmp_path: Path) -> None:
             await started.stub.SystemSharedMemoryUnregister(
                 pb.SystemSharedMemoryUnregisterRequest(name="r"), timeout=20
             )
-            await eventually_async(lambda: held_by()[0] == own, "the region is closed", timeout_s=5)
+            await eventually_async(lambda: held_by(key=memory.key)[0] == own, "the region is closed", timeout_s=5)
             stream.call.cancel()
 
 

@@ -191,12 +191,12 @@ async def test_region_unregistered_in_use_stays_until_the_last_request_that_uses
             calls += await queued(served, [in_region(target=128)])
         await asyncio.gather(*calls)
         assert memory.get(ROW, 64) == memory.get(ROW, 128) == marked(1).tobytes()
-        await eventually_gone(served)
+        await eventually_gone(served, memory)
 
 
-async def eventually_gone(served: Served) -> None:
+async def eventually_gone(served: Served, memory: SharedObject) -> None:
     """The thread that read for a request lets go of the region a moment after its answer."""
-    await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+    await eventually_async(lambda: held_by(key=memory.key)[0] == 1, "no descriptor but the test's own")
     assert await regions(served) == {}
     assert (await failure_of(served.infer(in_region())))[0] is Code.NOT_FOUND
 
@@ -243,7 +243,7 @@ async def test_failed_and_cancelled_requests_hold_nothing_open(tmp_path: Path, m
             await unregister(served)
             model.gate.open()
             await running
-            await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+            await eventually_async(lambda: held_by(key=memory.key)[0] == 1, "no descriptor but the test's own")
         finally:
             gc.enable()
 
@@ -270,7 +270,7 @@ async def test_failed_and_cancelled_requests_of_a_stream_hold_nothing_open(
             await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
             await unregister(served)
             model.gate.open()
-            await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+            await eventually_async(lambda: held_by(key=memory.key)[0] == 1, "no descriptor but the test's own")
         finally:
             gc.enable()
 
@@ -285,7 +285,7 @@ async def test_failed_split_request_holds_nothing_open(tmp_path: Path, memory: S
             model.faults.distort_next(lambda outputs: [], 9)
             assert (await failure_of(served.infer(in_region(100))))[0] is Code.INTERNAL
             await unregister(served)
-            await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+            await eventually_async(lambda: held_by(key=memory.key)[0] == 1, "no descriptor but the test's own")
         finally:
             gc.enable()
 

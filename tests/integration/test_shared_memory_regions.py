@@ -112,12 +112,12 @@ async def test_registering_twice_keeps_the_first_region(served: Served, memory: 
 async def test_invalid_registration_is_refused_and_changes_nothing(
     served: Served, memory: SharedObject, name: str, key: str | None, offset: int, size: int, text: str
 ) -> None:
-    before = held_by()
+    before = held_by(key=memory.key)
     code, got = await failure_of(register(served, name, memory.key if key is None else key, size, offset))
     assert code is Code.INVALID_ARGUMENT
     assert text in got
     assert await regions(served) == {"r": (memory.key, 0, 4096)}
-    assert held_by() == before
+    assert held_by(key=memory.key) == before
 
 
 async def test_registering_too_many_regions_is_refused(tmp_path: Path, memory: SharedObject) -> None:
@@ -143,7 +143,7 @@ async def test_unregister_removes_one_or_all_and_ignores_unknown_names(served: S
     await unregister(served)
     assert await regions(served) == {}
     await unregister(served)
-    await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+    await eventually_async(lambda: held_by(key=memory.key)[0] == 1, "no descriptor but the test's own")
 
 
 async def test_cuda_registration_without_driver_alone_is_refused(served: Served) -> None:

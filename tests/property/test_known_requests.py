@@ -358,7 +358,7 @@ def test_third_shared_memory_request_needs_no_message() -> None:
         assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
         regions.clear()
         del request, decoded
-        assert held_by() == (1, 0)  # that of the test: no plan keeps a region open
+        assert held_by(key=memory.key) == (1, 0)  # that of the test: no plan keeps a region open
 
 
 def test_signatures_that_contain_tensors_are_not_remembered() -> None:

@@ -65,7 +65,7 @@ def test_open_range_not_within_the_object_is_refused_and_leaves_nothing_open(
 ) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(f"within the 100 bytes of '{memory.key}', got {size} bytes")):
         open_system_region("n", memory.key, offset, size)
-    assert held_by()[0] == 1
+    assert held_by(key=memory.key)[0] == 1
 
 
 def test_open_link_is_refused_wherever_it_leads(memory: SharedObject) -> None:
@@ -94,7 +94,7 @@ def test_open_pipe_folder_or_socket_is_refused_without_blocking(memory: SharedOb
             open_system_region("n", other.name, 0, 1)
     finally:
         other.rmdir() if kind == "folder" else other.unlink()
-    assert held_by()[0] == 1
+    assert held_by(key=memory.key)[0] == 1
 
 
 @pytest.mark.parametrize("left", [0, 1, 49, 50, 89])
@@ -143,19 +143,19 @@ def test_memory_unlinked_and_closed_by_its_owner_stays_usable() -> None:
     assert read(region, 3) == b"abc"
     region.write(b"xyz", 7)
     assert read(region, 3, 7) == b"xyz"
-    assert held_by() == (1, 0)
+    assert held_by(key=memory.key) == (1, 0)
     del region
-    assert held_by() == (0, 0)
+    assert held_by(key=memory.key) == (0, 0)
 
 
 def test_region_is_closed_when_its_last_holder_releases_it(memory: SharedObject) -> None:
     region = open_system_region("n", memory.key, 0, 10)
     other = region
     del region
-    assert held_by() == (2, 0)
+    assert held_by(key=memory.key) == (2, 0)
     assert read(other, 1) == b"\0"
     del other
-    assert held_by() == (1, 0)
+    assert held_by(key=memory.key) == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", ["?", "u1", "<f2", "<f4", "<i8", "<f8"])
