@@ -200,7 +200,6 @@ class Server:
             await self._shared_memory.look_for_gpus()
             await self.load()
             self.judge_loads()
-            # Set first: of several processes that open the port, one may have a caller before the last has opened it.
             self.inference.serving = self.inference.ready = True
             self._health.admit()
             self.grpc_port = await self._grpc.open(self._settings.grpc_port)
@@ -260,8 +259,7 @@ class Server:
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _MIN_GRACE_S))
         except TimeoutError:
-            what = "models that are still executing, loading or being closed"
-            _log.warning("gave up waiting after %g s for %s", grace_s, what)
+            _log.warning("gave up waiting after %g s for models that still execute, load or are being closed", grace_s)
             return False
         return True
 

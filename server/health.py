@@ -42,7 +42,7 @@ class Health:
         self._where = ""
 
     def admit(self) -> None:
-        """Whoever finds the port open may send requests. On the event loop's thread."""
+        """Whoever finds the port open may send requests: to be called before it is. On the event loop's thread."""
         self._admits = True
         self._repository.on_change = self._tell
         self._cuda.on_loss = partial(call_soon, asyncio.get_running_loop(), self._tell)

@@ -198,7 +198,7 @@ def test_sigterm_during_a_hanging_execution_ends_after_the_grace_period(tmp_path
         for call in (running, waiting):
             assert call.code() is UNAVAILABLE
             assert call.details() == "model 'echo': the model is being unloaded or the server is stopping"
-        assert says(server, "gave up waiting after 1.5 s for models that are still executing, loading or being closed")
+        assert says(server, "gave up waiting after 1.5 s for models that still execute, load or are being closed")
 
 
 def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, frontends: int) -> None:
