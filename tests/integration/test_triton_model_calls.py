@@ -55,7 +55,15 @@ async def calling(root: Path, other: str = "") -> AsyncIterator[Served]:
     [
         "response = answer(value_of(made('other', 4).exec()))",
         "response = answer(asyncio.run(both()))",
+        """
+called = pb_utils.InferenceRequest(
+    model_name=b"other", request_id=b"r", requested_output_names=[b"y"],
+    inputs=[pb_utils.Tensor(b"x", np.array([[4]], np.int64))],
+).exec()
+response = answer(value_of(called))
+""",
     ],
+    ids=["one", "two at a time", "names as bytes"],
 )
 async def test_model_calls_another_one(tmp_path: Path, code: str) -> None:
     both = """

@@ -17,7 +17,7 @@ from paceline.backends.python.calls_worker import Answer, AsyncAnswers, Calls
 from paceline.backends.python.loaded_model import CallFailed
 from paceline.backends.python.triton.errors import TritonModelException, error_of
 from paceline.backends.python.triton.responses import InferenceResponse, InferenceResponseSender, Received
-from paceline.backends.python.triton.tensors import Tensor
+from paceline.backends.python.triton.tensors import Tensor, as_name
 
 __all__ = [
     "RELEASE_ALL",
@@ -68,11 +68,11 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
+        request_id: str | bytes = "",
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        requested_output_names: Sequence[str | bytes] = (),
+        model_name: str | bytes = "",
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -82,16 +82,15 @@ class InferenceRequest:
     ) -> None:
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException(f"Correlation ID must be integer or string, got {type(correlation_id).__name__}")
-        self._id = request_id
+        self._id = as_name("InferenceRequest", request_id)
         self._correlation_id = correlation_id
+        self.model_name = as_name("InferenceRequest", model_name)
         self._inputs = list(inputs)
         for one in self._inputs:
             if not isinstance(one, Tensor):
-                raise TritonModelException(
-                    f"InferenceRequest for model '{model_name}': expected Tensors as inputs, got {type(one).__name__}"
-                )
-        self._wanted = tuple(requested_output_names)
-        self.model_name = model_name
+                what = f"InferenceRequest for model '{self.model_name}'"
+                raise TritonModelException(f"{what}: expected Tensors as inputs, got {type(one).__name__}")
+        self._wanted = tuple(as_name("InferenceRequest", one) for one in requested_output_names)
         self._version = model_version
         self._flags = flags
         self._timeout_us = timeout
@@ -251,6 +250,11 @@ class _Responses:
         if not self._is_over:
             self._calls.read(self._number, 1)
         return _response(answer)
+
+    def cancel(self) -> None:
+        """Withdraw the call. Responses that have come can still be read; no others follow."""
+        self._calls.withdraw(self._number)
+        self._answers.put((None, True))
 
     def __del__(self) -> None:
         self._calls.withdraw(self._number)

@@ -18,6 +18,7 @@ from paceline.backends.spec import Array
 
 __all__ = [
     "Tensor",
+    "as_name",
     "deserialize_bytes_tensor",
     "numpy_to_triton_type",
     "serialize_byte_tensor",
@@ -47,8 +48,9 @@ class Tensor:
 
     __slots__ = ("_array", "_name")
 
-    def __init__(self, name: str, array: Array) -> None:
-        if not isinstance(name, str) or not name:
+    def __init__(self, name: str | bytes, array: Array) -> None:
+        name = as_name("Tensor", name)
+        if not name:
             raise TritonModelException(f"Tensor: expected a name, got {name!r}")
         if not isinstance(array, np.ndarray):
             raise TypeError(f"Tensor '{name}': expected a numpy array, got {type(array).__name__}")
@@ -125,6 +127,13 @@ class _Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _ON_CPU
+
+
+def as_name(what: str, name: str | bytes) -> str:
+    """A name that a model's code gives. As in Triton, it may be `bytes`, which is what texts of requests are."""
+    if not isinstance(name, (str, bytes)):
+        raise TritonModelException(f"{what}: expected a text as name, got {type(name).__name__}")
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:

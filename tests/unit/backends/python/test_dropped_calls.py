@@ -50,3 +50,13 @@ def test_dropped_iterator_leaves_its_withdrawal_to_another_thread(stream: Any) -
     assert len(link.sent) == sent
     link.unsaid.get_nowait()()
     assert link.sent[sent:] == [(CALL_OVER, 1)]
+
+
+def test_cancelled_iterator_withdraws_its_call_and_ends() -> None:
+    link = Link()
+    InferenceRequest.calls = link.calls
+    answers: Any = InferenceRequest(model_name="m").exec(decoupled=True)
+    answers.cancel()
+    assert len(list(answers)) == 1
+    link.unsaid.get_nowait()()
+    assert link.sent[-1] == (CALL_OVER, 1)
