@@ -292,12 +292,13 @@ def _common_shape(column: Sequence[Array]) -> tuple[int, ...] | None:
 
 
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Tensors]:
-    """One result per entry of `rows`: consecutive shares of `outputs` with that many rows each, in order.
+    """One result per entry of `rows`: consecutive shares of `outputs` with that many rows each, in order; without a
+    batch axis, the outputs themselves.
 
     Raises ExecutionError, naming output, expected and got, if `outputs` aren't what `spec` says for `sum(rows)` rows.
     """
     check_outputs(outputs, spec, sum(rows))
-    if len(rows) == 1 or not outputs:
+    if not (spec.batched and outputs):
         return [tuple(outputs)] * len(rows)
     # hot path: for most of them nobody ever needs an array
     return shares(outputs, [0, *accumulate(rows)])

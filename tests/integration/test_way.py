@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.way import middle, one_by_one, together
 
-_MAX_FILES, _MAX_MOVES, _MAX_MOVES_TOGETHER = 23, 74, 13  # a few more than usual: threads take turns in real time
+_MAX_FILES, _MAX_MOVES, _MAX_MOVES_TOGETHER = 23, 70, 13  # a few more than usual: threads take turns in real time
 
 
 def test_lone_request_takes_no_longer_way() -> None:
