@@ -1,7 +1,7 @@
 """Decides which waiting requests leave together, and when.
 
 Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go out
-as a `Step`. The rule that ensures this: this module imports nothing but data structures and the policy.
+as a `Decision`. The rule that ensures this: this module imports nothing but data structures and the policy.
 
 Requests wait in `lanes`, one per shape key, which decide who goes next. `sizing` decides how many of them leave. This
 module decides whether requests are admitted and how long they may stay.
@@ -25,7 +25,7 @@ from paceline.scheduler.waiting import SharedQueueLimits, Timers, Waiting, earli
 Refusal = RequestTooLarge | QueueFull | DeadlineUnreachable
 
 
-class Step(NamedTuple, Generic[RequestT]):
+class Decision(NamedTuple, Generic[RequestT]):
     """What `poll` decided: batches to execute now, requests that have waited too long, requests that could only be
     answered too late, and when to poll again at the latest if nothing else happens (None: nothing is due by time)."""
 
@@ -162,7 +162,7 @@ class BatchQueue(Generic[RequestT]):
             self._remove(request)
         return requests
 
-    def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[RequestT]:
+    def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Decision[RequestT]:
         """Decide what happens now, with `idle` instances free. At most that many batches leave, and up to `spare` more
         that can't become any larger, for instances that still execute others. They start at once, or at `starts_ns` if
         that is later: the instances are about to be free."""
@@ -198,7 +198,7 @@ class BatchQueue(Generic[RequestT]):
         wake_ns = self._timers.first_rank() if self._timers.items else None
         if len(batches) < idle and self._lanes.due.items:
             wake_ns = earliest(wake_ns, self._lanes.due.first_rank())
-        return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
+        return Decision(tuple(batches), expired, tuple(unreachable), wake_ns)
 
     def done(self, batch: Batch[RequestT], now_ns: int, duration_ns: int | None) -> None:
         """Learn that a batch has ended, having executed for `duration_ns`; None if it failed, or nothing ran."""

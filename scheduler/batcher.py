@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic
 
 from paceline.scheduler.answering import Answers, FailedNote, OnLeft, OrderedAnswers, no_note
-from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Decision
 from paceline.scheduler.clock import Alarm, Clock, MonotonicClock
 from paceline.scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, SchedulerError
 from paceline.scheduler.failures import Blame, Recovery, Suspects
@@ -275,11 +275,11 @@ class Batcher(Generic[P, R]):
             while (again := recovery.next_suspects(now_ns)) is not None:
                 self._run(*again, now_ns)
         idle = len(slots.idle)
-        step = self._queue.poll(now_ns, idle, slots.free - idle)
-        for batch in step.batches:
+        decision = self._queue.poll(now_ns, idle, slots.free - idle)
+        for batch in decision.batches:
             self._run(self._instances.take(batch), batch, None, now_ns)
-        steps = [step, *self._hand_over_ahead(now_ns)] if self._ahead.ends else [step]
-        wake_ns = step.wake_ns
+        decisions = [decision, *self._hand_over_ahead(now_ns)] if self._ahead.ends else [decision]
+        wake_ns = decision.wake_ns
         if self._ahead.ends:
             wake_ns = earliest(wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests))
         if recovery.suspects:
@@ -290,7 +290,7 @@ class Batcher(Generic[P, R]):
                 self._alarm.clear()
             else:
                 self._alarm.set(wake_ns)
-        for one in steps:
+        for one in decisions:
             for request in one.expired:
                 self._answers.expire(request, now_ns)
             for late in one.unreachable:
@@ -300,21 +300,21 @@ class Batcher(Generic[P, R]):
         if not busy:
             self._drained.set()
 
-    def _hand_over_ahead(self, now_ns: int) -> list[Step[Request[P, R]]]:
+    def _hand_over_ahead(self, now_ns: int) -> list[Decision[Request[P, R]]]:
         """Hand the next batches to instances that are about to be done."""
-        steps: list[Step[Request[P, R]]] = []
+        decisions: list[Decision[Request[P, R]]] = []
         wanted = self._waiting.requests and not self._recovery.suspects and not self._instances.slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
             # One poll for each, as each has its own time from which its batch can begin.
-            step = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends[runner].at_ns)
-            steps.append(step)
-            if not step.batches:
+            decision = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends[runner].at_ns)
+            decisions.append(decision)
+            if not decision.batches:
                 break
-            (batch,) = step.batches
+            (batch,) = decision.batches
             self._ahead.next[runner] = batch
             self._queue.reserve(batch)
             self._run(runner, batch, None, now_ns)
-        return steps
+        return decisions
 
     # hot path
     def _run(

@@ -177,15 +177,15 @@ class Simulation:
 
     def _decide(self) -> None:
         idle = 0 if self._is_held() else self._idle
-        step = self._queue.poll(self._now_ns, idle)
-        for entry in step.expired:
+        decision = self._queue.poll(self._now_ns, idle)
+        for entry in decision.expired:
             self.outcome.expired += self._leave(entry)
-        for late in step.unreachable:
+        for late in decision.unreachable:
             self.outcome.given_up += self._leave(late.request)
-        for batch in step.batches:
+        for batch in decision.batches:
             self._start(batch)
-        if step.wake_ns is not None:
-            self._wake_at(step.wake_ns)
+        if decision.wake_ns is not None:
+            self._wake_at(decision.wake_ns)
 
     def _start(self, batch: Batch[_Request]) -> None:
         self._idle -= 1

@@ -279,19 +279,19 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     def poll(self, idle: int, spare: int) -> None:
         deadlines = {one.number: one.deadline_ns for one in self.naive.waiting}
         before = {one.number: one for one in self.naive.waiting}
-        step = self.queue.poll(self.now_ns, idle, spare)
+        decision = self.queue.poll(self.now_ns, idle, spare)
         batches, expired = self.naive.poll(self.now_ns, idle, spare)
-        assert [[entry.payload for entry in batch.requests] for batch in step.batches] == batches
-        assert sorted(entry.payload for entry in step.expired) == sorted(expired)
-        assert not step.unreachable
-        for batch in step.batches:
+        assert [[entry.payload for entry in batch.requests] for batch in decision.batches] == batches
+        assert sorted(entry.payload for entry in decision.expired) == sorted(expired)
+        assert not decision.unreachable
+        for batch in decision.batches:
             assert 0 < batch.rows == sum(entry.rows for entry in batch.requests) <= self.policy.max_batch_rows
             assert batch.rows <= self.queue.allowed_rows or len(batch.requests) == 1
             assert all(deadlines[entry.payload] > self.now_ns for entry in batch.requests)
             self.out.append((batch, [before[entry.payload] for entry in batch.requests]))
         assert self.queue.allowed_rows == self.naive.allowed(self.now_ns)
         self.left += len(expired) + sum(map(len, batches))
-        self.check_wake(step.wake_ns, may_start=len(batches) < idle)
+        self.check_wake(decision.wake_ns, may_start=len(batches) < idle)
 
     @precondition(lambda self: self.out)
     @rule(data=st.data(), executes=st.booleans())

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Decision
 from paceline.scheduler.policy import NEVER, BatchPolicy
 from paceline.scheduler.request import AnyRequest, Batch, Request
 
@@ -87,19 +87,19 @@ class Lengths(RuleBasedStateMachine):
     @precondition(lambda self: not self.executing)
     @rule()
     def poll(self) -> None:
-        step = self.queue.poll(self.now_ns, idle=1)
-        self.leave(step)
-        for batch in step.batches:
+        decision = self.queue.poll(self.now_ns, idle=1)
+        self.leave(decision)
+        for batch in decision.batches:
             self.check(batch)
             self.executing.append(batch)
-        if not (step.batches or self.policy.max_queue_delay_ns):
+        if not (decision.batches or self.policy.max_queue_delay_ns):
             assert not self.waiting
 
-    def leave(self, step: Step[AnyRequest]) -> None:
-        for one in step.expired:
+    def leave(self, decision: Decision[AnyRequest]) -> None:
+        for one in decision.expired:
             assert one.deadline_ns <= self.now_ns
             self.waiting.remove(one)
-        for late in step.unreachable:
+        for late in decision.unreachable:
             assert late.request.deadline_ns < self.now_ns + late.needed_ns
             self.waiting.remove(late.request)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Decision
 from paceline.scheduler.errors import QueueFull, RequestTooLarge
 from paceline.scheduler.policy import NEVER, BatchPolicy, QueuePolicy
 from paceline.scheduler.request import AnyRequest
@@ -16,8 +16,8 @@ TRITON_QA = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(2, 6), max_queue
 PREFERRED_ONLY = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(4, 6))
 
 
-def rows_of(step: Step[AnyRequest]) -> list[int]:
-    return [batch.rows for batch in step.batches]
+def rows_of(decision: Decision[AnyRequest]) -> list[int]:
+    return [batch.rows for batch in decision.batches]
 
 
 def poll_all(queue: BatchQueue[AnyRequest], now_ns: int) -> list[int]:
@@ -95,8 +95,8 @@ def test_poll_with_two_shapes_batches_each_in_its_lane() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(TRITON_QA)
     for rows, key in ((1, "16"), (1, "8"), (3, "16"), (5, "8")):
         push(queue, key, rows, key, now_ns=0)
-    step = queue.poll(0, idle=2)
-    assert [(batch.key, batch.rows) for batch in step.batches] == [("8", 6)]
+    decision = queue.poll(0, idle=2)
+    assert [(batch.key, batch.rows) for batch in decision.batches] == [("8", 6)]
     assert rows_of(queue.poll(10 * SECOND, idle=2)) == [4]
 
 
@@ -145,7 +145,7 @@ def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only(
     queue = filled(TRITON_QA, 1)
     assert queue.poll(0, idle=0).wake_ns is None, "the end of its delay is nothing to wake for"
     push(queue, "patient", 1, "k", 0, deadline_ns=5)
-    assert queue.poll(0, idle=0) == Step(wake_ns=5)
+    assert queue.poll(0, idle=0) == Decision(wake_ns=5)
 
 
 def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> None:
@@ -164,9 +164,9 @@ def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
     queue: BatchQueue[AnyRequest] = BatchQueue(BatchPolicy(max_batch_rows=8))
     request = push(queue, "late", 1, "k", 0, deadline_ns=100)
     push(queue, "kept", 1, "k", 0)
-    step = queue.poll(100, idle=1)
-    assert step.expired == (request,)
-    assert [request.payload for request in step.batches[0].requests] == ["kept"]
+    decision = queue.poll(100, idle=1)
+    assert decision.expired == (request,)
+    assert [request.payload for request in decision.batches[0].requests] == ["kept"]
 
 
 def test_cancel_of_a_request_that_completed_a_preferred_size_makes_the_lane_wait_again() -> None:
@@ -242,8 +242,8 @@ def test_poll_of_the_same_history_twice_gives_the_same_decisions() -> None:
         for number in range(200):
             deadline_ns = number * 10 + number % 7 * 100 or NEVER
             push(queue, number, number % 3 + 1, number % 5, number * 10, deadline_ns=deadline_ns)
-            step = queue.poll(number * 10, idle=number % 3)
-            seen.append(tuple(tuple(e.payload for e in b.requests) for b in step.batches))
+            decision = queue.poll(number * 10, idle=number % 3)
+            seen.append(tuple(tuple(e.payload for e in b.requests) for b in decision.batches))
         return seen
 
     assert history() == history()

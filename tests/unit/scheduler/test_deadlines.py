@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Decision
 from paceline.scheduler.errors import DeadlineUnreachable
 from paceline.scheduler.policy import BatchPolicy, QueuePolicy, TimeoutAction
 from paceline.scheduler.request import AnyRequest
@@ -23,8 +23,8 @@ def measured(policy: BatchPolicy, millis: dict[int, int]) -> BatchQueue[AnyReque
     return queue
 
 
-def names(step: Step[AnyRequest]) -> list[list[str]]:
-    return [[request.payload for request in batch.requests] for batch in step.batches]
+def names(decision: Decision[AnyRequest]) -> list[list[str]]:
+    return [[request.payload for request in batch.requests] for batch in decision.batches]
 
 
 @pytest.mark.parametrize("sizes", [(), (4, 8, 16, 32)])
@@ -32,9 +32,9 @@ def test_batch_too_large_for_every_deadline_in_it_is_cut_down_until_they_are_met
     queue = measured(BatchPolicy(max_batch_rows=32, batch_sizes=sizes), {1: 2, 4: 5, 8: 9, 16: 17, 32: 33})
     for number in range(32):
         push(queue, f"p{number}", 1, "k", 0, deadline_ns=20 * MS)
-    step = queue.poll(0, idle=1)
-    assert names(step) == [[f"p{number}" for number in range(16)]]
-    assert not step.unreachable
+    decision = queue.poll(0, idle=1)
+    assert names(decision) == [[f"p{number}" for number in range(16)]]
+    assert not decision.unreachable
     assert queue.waiting.requests == 16
 
 
@@ -59,9 +59,9 @@ def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> N
     push(queue, "hopeless", 1, "k", 0, deadline_ns=11 * MS)
     for name in "abc":
         push(queue, name, 1, "k", 0)
-    step = queue.poll(2 * MS, idle=1)
-    assert names(step) == [["a", "b", "c"]]
-    assert [(late.request.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
+    decision = queue.poll(2 * MS, idle=1)
+    assert names(decision) == [["a", "b", "c"]]
+    assert [(late.request.payload, late.needed_ns) for late in decision.unreachable] == [("hopeless", 12 * MS)]
 
 
 def test_answer_exactly_at_the_deadline_is_in_time() -> None:
@@ -69,9 +69,9 @@ def test_answer_exactly_at_the_deadline_is_in_time() -> None:
     push(queue, "hopeless", 1, "k", 0, deadline_ns=10 * MS)
     push(queue, "just in time", 1, "k", 0, deadline_ns=14 * MS)
     push(queue, "patient", 1, "k", 0)
-    step = queue.poll(4 * MS, idle=1)
-    assert names(step) == [["just in time", "patient"]]
-    assert [late.request.payload for late in step.unreachable] == ["hopeless"]
+    decision = queue.poll(4 * MS, idle=1)
+    assert names(decision) == [["just in time", "patient"]]
+    assert [late.request.payload for late in decision.unreachable] == ["hopeless"]
 
 
 def test_batch_too_late_for_all_gives_up_no_request_that_alone_would_be_just_in_time() -> None:
@@ -80,9 +80,9 @@ def test_batch_too_late_for_all_gives_up_no_request_that_alone_would_be_just_in_
     proven_ns = queue.latency.of("k").proven_ns(2, 0)
     assert 0 < queue.latency.of("k").margin_ns(2) < proven_ns
     push(queue, "just in time", 1, "k", 0, deadline_ns=proven_ns)
-    step = queue.poll(0, idle=1)
-    assert names(step) == [["just in time"]]
-    assert not step.unreachable
+    decision = queue.poll(0, idle=1)
+    assert names(decision) == [["just in time"]]
+    assert not decision.unreachable
 
 
 @pytest.mark.parametrize(("short_ns", "leaving"), [(0, ["hasty", "patient"]), (1, ["hasty"])])
@@ -96,9 +96,9 @@ def test_batch_is_cut_down_for_a_request_that_would_be_late_within_the_measured_
     needed_ns = queue.latency.of("k").proven_ns(2, 0) + margin_ns
     push(queue, "hasty", 1, "k", 0, deadline_ns=needed_ns - short_ns)
     push(queue, "patient", 1, "k", 0)
-    step = queue.poll(0, idle=1)
-    assert names(step) == [leaving]
-    assert not step.unreachable
+    decision = queue.poll(0, idle=1)
+    assert names(decision) == [leaving]
+    assert not decision.unreachable
 
 
 def test_batch_that_skips_late_requests_has_no_more_requests_than_it_may_have() -> None:
@@ -106,9 +106,9 @@ def test_batch_that_skips_late_requests_has_no_more_requests_than_it_may_have() 
     push(queue, "late", 4, "k", 0, deadline_ns=12 * MS)
     for name in "abc":
         push(queue, name, 1, "k", 0)
-    step = queue.poll(5 * MS, idle=1)
-    assert [late.request.payload for late in step.unreachable] == ["late"]
-    assert names(step) == [["a", "b"]]
+    decision = queue.poll(5 * MS, idle=1)
+    assert [late.request.payload for late in decision.unreachable] == ["late"]
+    assert names(decision) == [["a", "b"]]
 
 
 def test_refusals_because_of_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
@@ -134,9 +134,9 @@ def test_batch_too_late_for_all_gives_up_only_requests_that_would_be_late_alone(
     push(queue, "hopeless", 1, "k", 0, deadline_ns=12 * MS)
     for name in "abc":
         push(queue, name, 1, "k", 0, deadline_ns=19 * MS)
-    step = queue.poll(5 * MS, idle=2)
-    assert [late.request.payload for late in step.unreachable] == ["hopeless"]
-    assert names(step) == [["a"], ["b", "c"]]
+    decision = queue.poll(5 * MS, idle=2)
+    assert [late.request.payload for late in decision.unreachable] == ["hopeless"]
+    assert names(decision) == [["a"], ["b", "c"]]
 
 
 def test_batch_gives_up_one_request_rather_than_being_cut_down_for_it() -> None:
@@ -144,9 +144,9 @@ def test_batch_gives_up_one_request_rather_than_being_cut_down_for_it() -> None:
     push(queue, "hasty", 1, "k", 0, deadline_ns=13 * MS)
     for name in "abcdefg":
         push(queue, name, 1, "k", 0)
-    step = queue.poll(0, idle=1)
-    assert [late.request.payload for late in step.unreachable] == ["hasty"]
-    assert names(step) == [list("abcdefg")]
+    decision = queue.poll(0, idle=1)
+    assert [late.request.payload for late in decision.unreachable] == ["hasty"]
+    assert names(decision) == [list("abcdefg")]
 
 
 def test_push_is_not_refused_because_of_other_shapes_that_may_take_turns_with_it() -> None:
@@ -234,9 +234,9 @@ def test_requests_still_in_time_are_served_and_late_ones_skipped_under_overload(
         push(queue, f"late {number}", 1, "k", 0, deadline_ns=20 * MS + number)
     for number in range(4):
         push(queue, f"p{number}", 1, "k", 0, deadline_ns=90 * MS)
-    step = queue.poll(10 * MS, idle=1)
-    assert [late.request.payload for late in step.unreachable] == [f"late {number}" for number in range(4)]
-    assert names(step) == [["p0", "p1", "p2", "p3"]]
+    decision = queue.poll(10 * MS, idle=1)
+    assert [late.request.payload for late in decision.unreachable] == [f"late {number}" for number in range(4)]
+    assert names(decision) == [["p0", "p1", "p2", "p3"]]
 
 
 def test_batch_handed_out_ahead_is_expected_to_start_when_the_first_execution_ends() -> None:
@@ -247,9 +247,9 @@ def test_batch_handed_out_ahead_is_expected_to_start_when_the_first_execution_en
         push(queue, name, 1, "k", 0, deadline_ns=15 * MS)
     for rows in (1, 2, 3, 4) * 3:
         queue.latency.observe("k", rows, 10 * MS, 0)
-    step = queue.poll(0, idle=1, spare=1)
-    assert names(step) == [list("abcd")]
-    assert [late.request.payload for late in step.unreachable] == list("efgh")
+    decision = queue.poll(0, idle=1, spare=1)
+    assert names(decision) == [list("abcd")]
+    assert [late.request.payload for late in decision.unreachable] == list("efgh")
 
 
 def test_batch_handed_out_ahead_is_expected_to_start_no_sooner_than_now() -> None:
@@ -261,5 +261,5 @@ def test_batch_handed_out_ahead_is_expected_to_start_no_sooner_than_now() -> Non
     for rows in (1, 2, 3, 4) * 3:
         queue.latency.observe("k", rows, 10 * MS, 0)
     assert names(queue.poll(0, idle=1)) == [list("abcd")]
-    step = queue.poll(12 * MS, idle=0, spare=1)
-    assert [late.request.payload for late in step.unreachable] == list("efgh")
+    decision = queue.poll(12 * MS, idle=0, spare=1)
+    assert [late.request.payload for late in decision.unreachable] == list("efgh")

@@ -160,7 +160,7 @@ def test_group_waits_as_its_requests_would_one_after_the_other(
     policy: BatchPolicy, timeout_ns: int, measured_ns: int
 ) -> None:
     """With 25 ns for an execution, the second of each group can't be answered in time."""
-    refusals, waiting, steps = [], [], []
+    refusals, waiting, decisions = [], [], []
     for is_together in (False, True):
         queue: BatchQueue[AnyRequest] = BatchQueue(policy)
         for _ in range(3 if measured_ns else 0):
@@ -181,14 +181,14 @@ def test_group_waits_as_its_requests_would_one_after_the_other(
         refused += [type(error) for error in queue.push([Request("e", 1, "other", 8)])]
         refusals.append(refused)
         polled = queue.poll(13, idle=0)
-        steps.append(([one.payload for one in polled.expired], polled.wake_ns))
+        decisions.append(([one.payload for one in polled.expired], polled.wake_ns))
         waiting.append([(one.payload, one.order, one.level, one.act_at_ns) for one in queue.take_all()])
         assert queue.waiting.requests == queue.lanes == 0
     assert refusals[0] == refusals[1]
     assert waiting[0] == waiting[1]
-    assert steps[0] == steps[1]
+    assert decisions[0] == decisions[1]
     assert refusals[0].count(DeadlineUnreachable) == (2 if measured_ns else 0)
-    assert len(waiting[0]) + len(steps[0][0]) == 9 - sum(error is not None for error in refusals[0])
+    assert len(waiting[0]) + len(decisions[0][0]) == 9 - sum(error is not None for error in refusals[0])
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ def test_request_is_in_time_or_late_by_when_its_batch_will_start() -> None:
             (batch,) = queue.poll(0, idle=1).batches
             queue.done(batch, LONG_NS, LONG_NS)
         push(queue, "x", 1, "k", LONG_NS, deadline_ns=2 * LONG_NS + MS)
-        step = queue.poll(LONG_NS, idle=1, starts_ns=starts_ns and LONG_NS + starts_ns)
-        assert (len(step.batches), len(step.unreachable)) == ((1, 0) if in_time else (0, 1))
+        decision = queue.poll(LONG_NS, idle=1, starts_ns=starts_ns and LONG_NS + starts_ns)
+        assert (len(decision.batches), len(decision.unreachable)) == ((1, 0) if in_time else (0, 1))
 
 
 async def test_batch_handed_over_is_taken_back_if_the_execution_takes_longer(bench: StagingBench) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.scheduler.batch_queue import BatchQueue, Step
+from paceline.scheduler.batch_queue import BatchQueue, Decision
 from paceline.scheduler.errors import DeadlineUnreachable, QueueFull
 from paceline.scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 from paceline.scheduler.request import AnyRequest, Batch
@@ -14,8 +14,8 @@ MS = 1_000_000
 LEVELS = BatchPolicy(max_batch_rows=8, priority_levels=3, default_priority_level=2)
 
 
-def names(step: Step[AnyRequest]) -> list[list[str]]:
-    return [[request.payload for request in batch.requests] for batch in step.batches]
+def names(decision: Decision[AnyRequest]) -> list[list[str]]:
+    return [[request.payload for request in batch.requests] for batch in decision.batches]
 
 
 def measured(queue: BatchQueue[AnyRequest], durations_ns: dict[int, int], key: str = "k") -> None:
@@ -108,7 +108,7 @@ def test_request_delayed_by_its_queue_timeout_still_expires_with_its_rpc() -> No
     )
     request = push(queue, "x", 1, "k", 0, deadline_ns=50)
     assert queue.poll(10, idle=0).wake_ns == 50
-    assert queue.poll(50, idle=1) == Step(expired=(request,))
+    assert queue.poll(50, idle=1) == Decision(expired=(request,))
 
 
 def test_queue_bound_counts_each_level_separately() -> None:
@@ -269,9 +269,9 @@ def test_poll_gives_up_requests_whose_batch_would_end_too_late_and_executes_the_
     push(queue, "kept", 1, "k", 0)
     push(queue, "patient", 1, "k", 0, deadline_ns=99 * MS)
     measured(queue, {1: 10 * MS, 2: 10 * MS, 3: 10 * MS})
-    step = queue.poll(0, idle=1)
-    assert [(late.request.payload, late.needed_ns) for late in step.unreachable] == [("late", 10 * MS)]
-    assert names(step) == [["kept", "patient"]]
+    decision = queue.poll(0, idle=1)
+    assert [(late.request.payload, late.needed_ns) for late in decision.unreachable] == [("late", 10 * MS)]
+    assert names(decision) == [["kept", "patient"]]
 
 
 def test_deadlines_only_bound_the_wait_where_the_policy_is_not_deadline_aware() -> None:

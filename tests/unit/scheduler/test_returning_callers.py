@@ -38,10 +38,10 @@ def learned(clients: int, policy: BatchPolicy | None = None) -> tuple[BatchQueue
 def test_idle_instance_waits_for_returning_callers_and_starts_when_they_are_back() -> None:
     queue, now_ns = learned(clients=4)
     push(queue, 0, 1, "k", now_ns + 10_000)
-    step = queue.poll(now_ns + 10_000, idle=1)
-    assert not step.batches
-    assert step.wake_ns is not None
-    assert now_ns < step.wake_ns <= now_ns + BASE_NS // 4
+    decision = queue.poll(now_ns + 10_000, idle=1)
+    assert not decision.batches
+    assert decision.wake_ns is not None
+    assert now_ns < decision.wake_ns <= now_ns + BASE_NS // 4
     for number in range(1, 4):
         push(queue, number, 1, "k", now_ns + 20_000)
     (batch,) = queue.poll(now_ns + 20_000, idle=1).batches
@@ -53,10 +53,10 @@ def test_idle_instance_waits_for_a_quarter_of_the_base_time_at_most() -> None:
     push(queue, 0, 1, "k", now_ns + 10_000)
     wake_ns = queue.poll(now_ns + 10_000, idle=1).wake_ns
     assert wake_ns is not None
-    while not (step := queue.poll(wake_ns, idle=1)).batches:
-        assert step.wake_ns is not None
-        assert step.wake_ns > wake_ns
-        wake_ns = step.wake_ns
+    while not (decision := queue.poll(wake_ns, idle=1)).batches:
+        assert decision.wake_ns is not None
+        assert decision.wake_ns > wake_ns
+        wake_ns = decision.wake_ns
     assert wake_ns <= now_ns + BASE_NS // 4
 
 
