@@ -72,6 +72,8 @@ class KnownRequests:
     # hot path: see bench/
     def read(self, first: WireRequest, more: Iterable[AnyRequest]) -> Group | None:
         """`first` and as many of `more` as ask for the same, as far as they are known. None if `first` isn't."""
+        # A request with other options or another `apart`, that isn't known, or whose memory is gone, ends the group: it
+        # is for its caller to begin the next one with.
         options: RequestOptions | None = None
         located: _Located | None = None
         apart, held = self._apart, None

@@ -68,6 +68,8 @@ class Decoupled:
         self._loop = asyncio.get_running_loop()
         model: ServedModel = flights[0].model
         assert model.open_requests is not None
+        # Each request is `refused`, or goes to the batcher: now or, if it is `long`, once its text has become tokens.
+        # The batcher may refuse it, too, so timers are started last.
         refused: dict[InFlight, Exception] = {}
         timed: list[OpenFlight] = []
         long: dict[InFlight, OpenFlight] = {}

@@ -106,11 +106,13 @@ class Inference:
         if self._spans is not None or debugging.on:
             for flight in flights:
                 flight.trail = RequestWatch(flight.message, flight.parent, self._spans, flight.arrived_ns)
-        place = alone_until = 0
-        while place < len(flights):
-            first, together = flights[place], flights[place : place + 1]
+        # All before `index` are submitted or refused. Those before `alone_until` failed together: each is read by
+        # itself, so that only those at fault are refused; some of them may have been submitted before that.
+        index = alone_until = 0
+        while index < len(flights):
+            first, together = flights[index], flights[index : index + 1]
             if first.waits or first.ended:
-                place += 1  # it was submitted before something failed
+                index += 1
                 continue
             try:
                 model = first.model or self._look_up(first)
@@ -118,28 +120,28 @@ class Inference:
                     raise NotSupported(_ONE_ANSWER)
                 # What else they take along to another server may keep them apart.
                 passed_on = passed_on_by(first.message, first.passed) if model.remote else NOTHING_PASSED_ON
-                alone = model.remote or model.decoupled or place < alone_until
-                more = () if alone else map(_MESSAGE, islice(flights, place + 1, None))
+                alone = model.remote or model.decoupled or index < alone_until
+                more = () if alone else map(_MESSAGE, islice(flights, index + 1, None))
                 group = model.codec.read(first.message, more)
-                together = flights[place : place + len(group.inputs)]
+                together = flights[index : index + len(group.inputs)]
                 refusals = self._submit(together, group, passed_on)
             except Exception as error:  # noqa: BLE001 - the caller must get an answer
                 if len(together) > 1:
                     _log.exception("submitting requests together failed; submitting them one by one")
-                    alone_until = place + len(together)
+                    alone_until = index + len(together)
                 else:
                     self._refuse(first, error)
-                    place += 1
+                    index += 1
                 continue
             for flight, refusal in zip(together, refusals, strict=False):
                 if refusal is not None:
                     self._refuse(flight, refusal)
-            place += len(together)
+            index += len(together)
 
     # hot path: see bench/
     def _submit(self, flights: Sequence[InFlight], group: Group, passed_on: PassedOn) -> Sequence[Exception | None]:
         """Hand `flights`, which were read as `group`, to their model's batcher or the response cache in front of it.
-        Returns as `Batcher.submit`. A request of more rows than a batch may have is executed in parts."""
+        Returns as `Batcher.submit`."""
         model: ServedModel = flights[0].model
         options = group.options
         parameters = options.parameters
@@ -179,7 +181,8 @@ class Inference:
 
     # hot path
     def _hand_over(self, flights: Sequence[InFlight]) -> Sequence[Exception | None]:
-        """Have `flights` executed, of one group, in which all is set. Returns as `Batcher.submit`."""
+        """Have `flights` executed, of one group, in which all is set. A request of more rows than a batch may have is
+        executed in parts. Returns as `Batcher.submit`."""
         model: ServedModel = flights[0].model
         if model.open_requests is not None:
             return self._decoupled.submit(flights)
