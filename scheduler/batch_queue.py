@@ -260,14 +260,14 @@ class BatchQueue(Generic[RequestT]):
 
     def _unreachable(self, group: Sequence[RequestT], level: int, left_ns: int) -> DeadlineUnreachable | None:
         """The error of a request, with `left_ns` until its deadline, that is certain to be late: even if only full
-        batches are ahead of it and it executes alone. Of several, any that may be."""
+        batches go before it and it executes alone. Of several, any that may be."""
         first, now_ns = group[0], group[-1].arrived_ns
         alone = self.sizing.of([first], first.rows)
         alone_ns = self.latency.of(first.key).proven_ns(cost_size(alone.padded_rows, alone.sizes), now_ns)
         if not alone_ns and len(group) == 1:
             return None
-        ahead = self._lanes.rows_before(first.key, level)
-        needed_ns = self._executing.least_wait_ns(first.key, ahead, now_ns) + alone_ns
+        rows_before = self._lanes.rows_before(first.key, level)
+        needed_ns = self._executing.least_wait_ns(first.key, rows_before, now_ns) + alone_ns
         if len(group) == 1 and needed_ns <= left_ns:
             return None
         return DeadlineUnreachable(left_ns, needed_ns)

@@ -365,8 +365,8 @@ class Batcher(Generic[P, R]):
 
     def _costs(self, batch: Batch[Request[P, R]]) -> tuple[int, int]:
         """What a batch like this costs besides its rows, and half of the callers lately present would take, in ns."""
-        rows, known = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency.of(batch.key)
-        return known.base_ns(), known.expected_ns(cost_size(rows, batch.sizes))
+        rows, curve = self._arrivals.half_of_all(len(batch.requests), batch.rows), self._queue.latency.of(batch.key)
+        return curve.base_ns(), curve.expected_ns(cost_size(rows, batch.sizes))
 
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""

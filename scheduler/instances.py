@@ -189,8 +189,8 @@ class Ahead(Generic[RunnerT, RequestT]):
 
 class Instances(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next, `slots`
-    are free. `replacer` is notified of runners that were given up. `instance_of` is as
-    in `Batcher`, `hands_ahead` as in its policy."""
+    which of them are free. `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`,
+    `hands_ahead` as in its policy."""
 
     def __init__(
         self,

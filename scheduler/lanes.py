@@ -101,9 +101,9 @@ class Lane(Generic[RequestT]):
             self.only = first
         else:
             if self.only is not None:
-                self._file((self.only,), self.only.rows)
+                self._append((self.only,), self.only.rows)
                 self.only = None
-            self._file(group, rows)
+            self._append(group, rows)
         self.requests += requests
         self.rows += rows
 
@@ -133,7 +133,7 @@ class Lane(Generic[RequestT]):
         self.rows -= request.rows
 
     # hot path
-    def _file(self, group: Sequence[RequestT], rows: int) -> None:
+    def _append(self, group: Sequence[RequestT], rows: int) -> None:
         """Add `group`, of `rows` rows together, to the end of its section."""
         number = group[0].order >> _SECTION_BITS
         section = self.sections.get(number)

@@ -254,10 +254,10 @@ class Executing:
         """When the first batch is likely to end; `now_ns` if there is none."""
         return min(self._ends_ns.values(), default=now_ns)
 
-    def least_wait_ns(self, key: Hashable, rows_ahead: int, now_ns: int) -> int:
+    def least_wait_ns(self, key: Hashable, rows_before: int, now_ns: int) -> int:
         """The least time that a request of `key` that arrives now will wait: until an instance is free, and for the
-        full batches among the `rows_ahead` of it in its own lane. Other lanes don't count, as any may come first."""
-        full_batches = rows_ahead // self._max_rows
+        full batches among the `rows_before` it in its own lane. Other lanes don't count, as any may come first."""
+        full_batches = rows_before // self._max_rows
         wait_ns = full_batches * self._latency.of(key).proven_ns(self._max_rows, now_ns) // self._instances
         if len(self._ends_ns) >= self._instances:
             wait_ns += max(0, self.first_end_ns(now_ns) - now_ns)

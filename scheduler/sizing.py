@@ -289,10 +289,10 @@ class Sizing:
         return Cut(fitting, rows, self.padded(rows) if rows else 0, cut.sizes), late
 
     def _safe_ns(self, key: Hashable, rows: int, sizes: tuple[int, ...], starts_ns: int) -> int:
-        size, known = cost_size(rows, sizes), self._latency.of(key)
+        size, curve = cost_size(rows, sizes), self._latency.of(key)
         # Where requests differ in length, there are too many sizes for each to be measured all the time.
-        known_ns = known.recent_ns(size, starts_ns) if sizes else known.proven_ns(size, starts_ns)
-        return known_ns + known.margin_ns(size) if known_ns else 0
+        known_ns = curve.recent_ns(size, starts_ns) if sizes else curve.proven_ns(size, starts_ns)
+        return known_ns + curve.margin_ns(size) if known_ns else 0
 
     def _to_allowed_size(self, key: Hashable, cut: Cut[RequestT]) -> Cut[RequestT]:
         """Pad up to an allowed size, or leave some for the next batch where that costs less per row, or has to be."""
@@ -305,9 +305,9 @@ class Sizing:
         fewer, fewer_rows = _fitting(cut.requests, below, len(cut.requests))
         if fewer:
             smaller = self.of(fewer, fewer_rows)._replace(padded_rows=below)
-            known = self._latency.of(key)
-            padded_ns = known.expected_ns(cost_size(above, cut.sizes))
-            cut_ns = known.expected_ns(cost_size(below, smaller.sizes))
+            curve = self._latency.of(key)
+            padded_ns = curve.expected_ns(cost_size(above, cut.sizes))
+            cut_ns = curve.expected_ns(cost_size(below, smaller.sizes))
             is_too_much = 0 < most < above * math.prod(cut.sizes)
             if is_too_much or (cut_ns and cut_ns * rows < padded_ns * fewer_rows):
                 return smaller

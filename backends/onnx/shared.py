@@ -183,12 +183,12 @@ class Shared:
         """An id that no graph has. Called with the lock held."""
         return max((0, *self._run_options)) + 1
 
-    def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
-        """How long computation number `turn`, which ended at `ended_ns`, waited for the previous one. 0 if that isn't
-        known: the other slot may learn of its end after this slot learns of its own."""
+    def waited_ns(self, number: int, staged_ns: int, ended_ns: int) -> int:
+        """How long the computation of that `number`, which ended at `ended_ns`, waited for the previous one. 0 if that
+        isn't known: the other slot may learn of its end after this slot learns of its own."""
         done, before_ns = self._done
-        self._done = (turn, ended_ns)
-        return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
+        self._done = (number, ended_ns)
+        return max(0, min(before_ns, ended_ns) - staged_ns) if done == number - 1 else 0
 
     def give_up_graphs(self, failed: OpenSession, error: Exception) -> None:
         """Replace `failed` with a session that captures nothing: a session that failed to capture can't be used any

@@ -116,11 +116,11 @@ class StagedSlot:
                 began_ns = monotonic_ns()
                 bound = self._stage(opened, requests, sum(rows), padding, filling)
                 staged_ns = monotonic_ns()
-                turn = self._compute(opened, bound, use)
+                number = self._compute(opened, bound, use)
             outputs, left = self._collect(bound, rows, targets, filling)
             ran_ns = monotonic_ns()
             self._let_go(bound)
-            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
+            waited_ns = shared.waited_ns(number, staged_ns, ran_ns)
         except DeviceError as error:
             failed = device_failure(error)
             self._settle(failed)

@@ -124,7 +124,7 @@ class NaiveQueue:
             return reach
         return lane[: hits[-1]] if hits else ([] if delay_ns else reach)
 
-    def rows_ahead(self, key: str, level: int) -> int:
+    def rows_before(self, key: str, level: int) -> int:
         """Rows of the lane that are served before a request that arrives now."""
         lane = [one for one in self.waiting if one.key == key]
         return sum(one.rows for one in lane if (one.level, one.delayed > 0) <= (level, False))
@@ -242,7 +242,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     ) -> None:
         """Requests end up where they would one after the other, and are refused if they would be."""
         level = self.policy.level_of(priority)
-        assert self.queue._lanes.rows_before(key, level) == self.naive.rows_ahead(key, level)
+        assert self.queue._lanes.rows_before(key, level) == self.naive.rows_before(key, level)
         group = [Queued(0, rows, key, arrived_ns, priority=priority) for arrived_ns in arrivals_ns]
         for one, patience in zip(group, patience_ns, strict=True):
             one.size_bytes, one.timeout_ns = size_bytes, timeout_ns

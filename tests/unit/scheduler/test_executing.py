@@ -48,11 +48,11 @@ def test_execution_of_unknown_length_may_end_at_any_time(latency: LatencyModel) 
 
 
 @pytest.mark.parametrize(
-    ("instances", "rows_ahead", "wait_ms"), [(1, 0, 10), (1, 3, 10), (1, 4, 20), (1, 9, 30), (2, 0, 0), (2, 9, 10)]
+    ("instances", "rows_before", "wait_ms"), [(1, 0, 10), (1, 3, 10), (1, 4, 20), (1, 9, 30), (2, 0, 0), (2, 9, 10)]
 )
 def test_least_wait_is_that_for_a_free_instance_and_the_full_batches_ahead(
-    latency: LatencyModel, instances: int, rows_ahead: int, wait_ms: int
+    latency: LatencyModel, instances: int, rows_before: int, wait_ms: int
 ) -> None:
     executing = Executing(latency, instances, 4)
     begin(executing, "k", 4, 0)
-    assert executing.least_wait_ns("k", rows_ahead, 0) == wait_ms * MS
+    assert executing.least_wait_ns("k", rows_before, 0) == wait_ms * MS
