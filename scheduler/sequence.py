@@ -78,7 +78,6 @@ class Sequence(Generic[RequestT]):
     state: object = None
     note: object = None
     place: Place | None = None
-    since_ns: int = 0
     has_begun: bool = False
     ends: SequenceEnd | None = None
     follower: Sequence[RequestT] | None = None

@@ -239,6 +239,7 @@ class SequenceBatcher(Generic[P, R]):
         self._stopped = True
         if self._alarm is not None:
             self._alarm.close()
+            self._alarm = None
         waiting = self.sequences.take_waiting(SequenceEnd.REPLACED, self._clock.now_ns())
         self._answers.give_up(waiting, Drop.CLOSED, BatcherClosed)
         for batcher in self._batchers:

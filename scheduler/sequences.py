@@ -18,13 +18,12 @@ from itertools import count, islice, takewhile
 from typing import Generic
 
 from paceline.scheduler.errors import BacklogFull, NoSequence, NotStarted, QueueFull, SequenceError
+from paceline.scheduler.idle import Idle
 from paceline.scheduler.policy import NEVER, SequencePolicy
 from paceline.scheduler.request import RequestT
 from paceline.scheduler.sequence import ANYWHERE, LOST, NOWHERE, Over, Place, Sequence, SequenceEnd
 from paceline.scheduler.waiting import Timers, Waiting, earliest
 
-_MOST_AT_ONCE = 500
-"""Sequences whose idle limit has passed end in turns of so many, of 5 us each, so that nobody else waits for long."""
 _MAX_GONE = 4_096
 """Of so many sequences that ended before their last step, or with one that failed, it is remembered why."""
 
@@ -58,10 +57,7 @@ class Sequences(Generic[RequestT]):
         self._placeless: OrderedDict[Sequence[RequestT], None] = OrderedDict()
         # How many more wait for the end of one with the same id.
         self._following = 0
-        self._idle: dict[Sequence[RequestT], None] = {}
-        # None of them ends before this, nor does one that becomes idle later. It isn't looked for at each step, as the
-        # first of a dict from whose beginning many have gone is far to find.
-        self._idle_due_ns: int | None = None
+        self._idle: Idle[Sequence[RequestT]] = Idle(policy.idle_ns)
         self._gone: OrderedDict[int | str, SequenceEnd] = OrderedDict()
         self._timers: Timers[RequestT] = Timers()
         self._orders = count(1)
@@ -80,9 +76,7 @@ class Sequences(Generic[RequestT]):
 
     def wake_ns(self) -> int | None:
         """When `expire` has to be called: it may have something to do then, and has nothing to do before."""
-        due_ns = self._idle_due_ns
-        if due_ns is None and self._idle:
-            due_ns = self._idle_due_ns = next(iter(self._idle)).since_ns + self._policy.idle_ns
+        due_ns = self._idle.due_ns()
         return earliest(self._timers.first_rank(), due_ns) if self._timers.items else due_ns
 
     @property
@@ -188,10 +182,8 @@ class Sequences(Generic[RequestT]):
         return True
 
     def expire(self, now_ns: int) -> list[RequestT]:
-        """The requests that have waited here for too long. Sequences that were idle for too long end, or many of them:
-        then `wake_ns` says that there are more."""
-        due_ns, self._idle_due_ns = now_ns - self._policy.idle_ns, None
-        for sequence in [*takewhile(lambda one: one.since_ns <= due_ns, islice(self._idle, _MOST_AT_ONCE))]:
+        """The requests that have waited here for too long. Sequences that were idle for too long end."""
+        for sequence in self._idle.due(now_ns):
             self._end(sequence, SequenceEnd.IDLE, now_ns)
         expired: list[RequestT] = []
         while (rank := self._timers.first_rank()) is not None and rank <= now_ns:
@@ -282,8 +274,7 @@ class Sequences(Generic[RequestT]):
         elif sequence.ends is not None:
             self._leave(sequence, now_ns)
         else:
-            sequence.since_ns = now_ns
-            self._idle[sequence] = None
+            self._idle[sequence] = now_ns
 
     def _lose_waiting(self, sequence: Sequence[RequestT], request: RequestT, why: SequenceEnd, now_ns: int) -> None:
         """A waiting step is lost, and with it those behind it."""
@@ -299,7 +290,7 @@ class Sequences(Generic[RequestT]):
     def _end(self, sequence: Sequence[RequestT], why: SequenceEnd, now_ns: int) -> None:
         """A sequence ends after the steps that have arrived: now, if there are none."""
         self._cut(sequence, why, len(sequence.steps or ()))
-        if self._idle.pop(sequence, self) is None:
+        if self._idle.pop(sequence, None) is not None:
             self._leave(sequence, now_ns)
 
     def _lose(self, sequence: Sequence[RequestT], why: SequenceEnd, keep: int = 0) -> None:

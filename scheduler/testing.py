@@ -61,6 +61,8 @@ class _ManualAlarm:
         self.at_ns: int | None = None
 
     def set(self, at_ns: int) -> None:
+        if self not in self._registry:
+            raise AssertionError("a closed alarm was set")
         self.at_ns = at_ns
 
     def clear(self) -> None:

@@ -1,12 +1,11 @@
-"""Sequences and everything around them, on a manual clock: what their callers know of each, instances that are lost,
-and what must hold after each step, recomputed from lists. `test_sequences.py` drives it.
+"""Sequences and everything around them, on a manual clock: instances that are lost, and what must hold after each step,
+recomputed from what their callers know. `test_sequences.py` drives it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.scheduler.errors import (
@@ -26,71 +25,13 @@ from paceline.scheduler.sequence import Sequence as Sequence_
 from paceline.scheduler.sequence_batcher import SequenceBatcher
 from paceline.scheduler.testing import ManualClock, RecordingObserver, StepRunner
 from paceline.scheduler.waiting import SharedQueueLimits
+from tests.property.known_sequences import Known, Step
 from tests.unit.scheduler.workbench import NeverWaits
 
 MS = 1_000_000
+LATE_NS, READING_NS = 2 * MS, 100 * MS
 IDLE_NS = 50 * MS
 LIMIT_NS = 20 * MS
-
-
-@dataclass(eq=False)
-class Known:
-    """A sequence, as far as its caller can know. `done` are the steps that made its state. `takes_more`: its id leads
-    to it. Of its steps that wait, those from number `broken_from` on mustn't be executed, nor those `lost`, behind
-    which it starts anew. `placed_on`: which instance has a place for it, -1: none; `instance`: the same, once a step of
-    it was executed there."""
-
-    id: int | str
-    steps: list[Step] = field(default_factory=list)
-    done: tuple[int, ...] = ()
-    takes_more: bool = True
-    broken_from: float = float("inf")
-    lost: set[int] = field(default_factory=set)
-    placed_on: int = -1
-    instance: int = -1
-    is_lost: bool = False
-
-    def break_from(self, number: float) -> None:
-        self.takes_more = False
-        self.broken_from = min(self.broken_from, number)
-
-    def is_broken(self, number: int) -> bool:
-        return number >= self.broken_from or number in self.lost
-
-    def lose(self, number: int) -> None:
-        """A step is lost, and those behind it, up to one that waits to start anew."""
-        if self.is_broken(number):
-            return
-        behind = [one for one in self.steps if one.number > number and one.asked.start and not one.request.ended]
-        if behind:
-            self.lost.update(one.number for one in self.steps if number <= one.number < behind[0].number)
-        else:
-            self.break_from(number)
-
-    def lose_instance(self) -> None:
-        """All steps are lost, up to one that hasn't begun and is to start anew: any instance may have that."""
-        ahead = [one for one in self.steps if not (one.request.ended or one.was_executed or self.is_broken(one.number))]
-        anew = next((one for one in ahead if one.asked.start), None)
-        if anew is None:
-            self.is_lost = True
-            self.break_from(0)
-        else:
-            self.lost.update(one.number for one in self.steps if one.number < anew.number)
-            self.placed_on = self.instance = -1
-            anew.sent = False
-
-
-@dataclass(eq=False)
-class Step:
-    number: int
-    asked: SequenceStep
-    sequence: Known
-    request: Request[Any, Any]
-    executing: bool = False
-    was_executed: bool = False
-    sent: bool = False
-    told: int = 0
-    over_ns: int = 0
 
 
 class Payload:
@@ -144,6 +85,8 @@ class World:
         self.steps: list[Step] = []
         self.of: dict[Request[Any, Any], Step] = {}
         self.missing = self.refused = 0
+        self.complaints: list[dict[str, Any]] = []
+        self.put_off_ns = self.put_off_until_ns = 0
 
     # What the batcher calls.
 
@@ -166,6 +109,8 @@ class World:
         assert not others
         for payload in runner.batch:
             payload.step.executing, payload.step.over_ns = False, self.clock.now_ns()
+            if payload.step.asked.start:
+                payload.step.sequence.done = ()
         self.on_loss(runner, TimeoutError())
 
     def on_return(self, runner: Instance) -> None:
@@ -231,6 +176,8 @@ class World:
             assert waiting >= self.limits.backlog or self.shared.requests >= self.shared.max_requests
             if is_under_way:
                 sequence.break_from(step.number)
+            elif sequence.steps:
+                sequence.steps[-1].over_ns = self.clock.now_ns()  # its client is there
         else:
             # Nothing of its sequence is under way, so that it may be sent again.
             assert isinstance(refusal, NoInstance)
@@ -276,7 +223,7 @@ class World:
         results: list[Any] = []
         for number, payload in enumerate(batch):
             step, known = payload.step, payload.step.sequence
-            step.executing, step.over_ns = False, self.clock.now_ns()
+            step.executing, step.was_executed, step.over_ns = False, not is_divided, self.clock.now_ns()
             if is_divided and step.request.cancelled():
                 known.lose(step.number)  # it isn't executed again with the others
             if error is None and not (how == "one" and number == 0):
@@ -293,6 +240,24 @@ class World:
 
     def advance(self, by_ns: int) -> None:
         self.clock.advance(by_ns)
+        self.expect_ends()
+
+    def freeze(self, by_ns: int) -> None:
+        """Idle sequences that should have ended long before this is over get some more time, once each."""
+        if self.busy and self.policy.execution_limit_ns:
+            return  # whether an instance or the time of its idle sequences is lost first is nobody's concern
+        self.clock.freeze(by_ns)
+        now_ns = self.clock.now_ns()
+        due = [one for one in self.known if one.takes_more and self.idle_end_ns(one) <= now_ns]
+        if due and max(min(map(self.idle_end_ns, due)), self.put_off_until_ns) + LATE_NS < now_ns:
+            anew = [one for one in due if self.idle_end_ns(one) > self.put_off_ns]
+            for known in {*due}.difference(anew):
+                known.break_from(float("inf"))
+            if anew:
+                self.put_off_ns, self.put_off_until_ns = now_ns, now_ns + READING_NS
+        self.expect_ends()
+
+    def expect_ends(self) -> None:
         for step in self.steps:
             if step.request.ended and step.request.deadline_ns <= self.clock.now_ns() and not step.was_executed:
                 step.sequence.lose(step.number)
@@ -308,12 +273,18 @@ class World:
     # What must hold.
 
     def expect_idle_ends(self) -> None:
+        now_ns = self.clock.now_ns()
         for known in self.known:
-            is_quiet = all(step.request.ended and not step.executing for step in known.steps)
-            if is_quiet and max(step.over_ns for step in known.steps) + IDLE_NS <= self.clock.now_ns():
+            if self.idle_end_ns(known) <= now_ns >= self.put_off_until_ns:
                 known.break_from(float("inf"))
 
+    def idle_end_ns(self, known: Known) -> int:
+        """When it ends, unless something of it waits or executes."""
+        is_quiet = all(step.request.ended and not step.executing for step in known.steps)
+        return max(step.over_ns for step in known.steps) + IDLE_NS if is_quiet else NEVER
+
     def check(self) -> None:
+        assert self.complaints == []
         sequences = self.batcher.sequences
         most = self.limits.places * len(self.instances) if self.limits.places else self.limits.max_sequences
         assert sequences.live <= most
@@ -348,6 +319,7 @@ class World:
         self.check()
 
     async def play(self, script: Sequence[Sequence[Any]], ending: str) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
         self.batcher.start()
         for name, *arguments in script:
             getattr(self, name)(*arguments)
@@ -357,7 +329,7 @@ class World:
         if ending != "close":
             await self.until_quiet()
         if ending == "idle":
-            self.advance(IDLE_NS)
+            self.advance(IDLE_NS + READING_NS)
             await self.settle()
         if draining is not None:
             await draining

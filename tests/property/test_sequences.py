@@ -44,6 +44,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("finish"), st.integers(0, 2), ENDS),
     st.tuples(st.just("cancel"), st.integers(0, 5)),
     st.tuples(st.just("advance"), TIMES_NS),
+    st.tuples(st.just("freeze"), TIMES_NS),
     st.tuples(st.just("add")),
 )
 
