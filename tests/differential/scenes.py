@@ -151,7 +151,8 @@ DECOUPLED = [
 ]  # fmt: skip
 
 ENSEMBLES = [
-    Scene("three answers of a step", _opens(_THREE), [(10, False), (11, False), (12, True)],
+    # The last step is slow, so that it hears of the first one's end before its own last answer, which then says so.
+    Scene("three answers of a step", _opens(_THREE, SLOW), [(10, False), (11, False), (12, True)],
           {"opens": ONE, "open": ONE, "plain": (3, 0, 3, 3)}),
     Scene("an answer of a step that ends", _opens("s.send(answer(1), final)"), [(11, True)],
           {"opens": ONE, "open": ONE, "plain": ONE}),
@@ -161,8 +162,9 @@ ENSEMBLES = [
           [asking("ends_open", f"if model.decoupled:\n    {_SENDER}    s.send(answer(2))\n    s.send(answer(3))\n"
                                f"    s.send(flags=final)\nelse:\n    response = {_ADDS}", **EMPTY_FINAL)],
           [(2, False), (3, False), (None, True)], {"ends_open": ONE, "open": ONE, "plain": ONE}),
-    Scene("an error among a step's answers", _opens("s.send(error('no'))\ns.send(answer(1))\ns.send(flags=final)"),
-          [("error", True)], {"opens": (0, 1, 0, 0), "open": ONE, "plain": NONE}, [("error", False), (11, True)],
+    Scene("an error among a step's answers",
+          _opens("s.send(error('no'))\ns.send(answer(1))\ns.send(flags=final)", SLOW), [("error", True)],
+          {"opens": (0, 1, 0, 0), "open": ONE, "plain": NONE}, [("error", False), (11, True)],
           {"opens": ONE, "plain": ONE}, OF_A_STEP),
     Scene("an error that ends a step", _opens("s.send(answer(1))\ns.send(error('no'), final)", SLOW),
           [("error", True)], {"opens": (0, 1, 0, 0), "open": ONE, "plain": ONE}, [(11, False), ("error", True)],
