@@ -129,6 +129,14 @@ class LoadQueue:
             except StopIteration as error:
                 raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't carry
 
+        # Set behind all that the thread has had the loop call. From Python 3.14 on, `asyncio.wrap_future` doesn't wait
+        # for that if the thread has ended already.
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._free.release()
+            ended.set()
+
         for left in range(self._retries, -1, -1):
             await self._free.acquire()
             try:
@@ -137,12 +145,14 @@ class LoadQueue:
                 self._free.release()
                 raise
             self._note(future)  # it counts until it ends, whoever waits for it
-            future.add_done_callback(lambda _: call_soon(loop, self._free.release))
+            ended.clear()
+            future.add_done_callback(lambda _: call_soon(loop, end))
             # Nothing else tells: until all models are loaded, a server has no port to be asked on.
             text = "model '%s' is still loading after %.0f s"
             slow = loop.call_later(self._slow_after_s, _log.info, text, name, self._slow_after_s)
             try:
-                return await asyncio.wrap_future(future)
+                await ended.wait()
+                return future.result()
             except asyncio.CancelledError:
                 future.add_done_callback(_close_loaded)
                 raise
