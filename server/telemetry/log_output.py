@@ -163,10 +163,16 @@ class StdoutError(Exception):
 
 
 class _Stdout(io.FileIO):
+    """Raises for a reader that has gone once; what follows is for nobody. Python flushes what is left again when it
+    ends, and from 3.13 on would report that it can't."""
+
+    _reader_is_gone = False
+
     def write(self, data: object, /) -> int:
         try:
-            return super().write(data)  # type: ignore[arg-type]
+            return super().write(data) if not self._reader_is_gone else len(data)  # type: ignore[arg-type]
         except BrokenPipeError:
+            self._reader_is_gone = True
             raise
         except OSError as error:
             raise StdoutError(error) from None

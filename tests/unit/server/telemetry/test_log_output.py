@@ -269,3 +269,25 @@ def test_process_without_stderr_ends_normally() -> None:
         check=False,
     )
     assert ended.returncode == 0
+
+
+def test_stdout_whose_reader_has_gone_says_so_once() -> None:
+    printing = """
+from paceline.server.telemetry.log_output import take_stdout
+take_stdout()
+try:
+    print("for nobody", flush=True)
+except BrokenPipeError:
+    print("for nobody", flush=True)
+    exit(3)
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", printing],
+            stdout=writing, stderr=subprocess.PIPE, cwd=REPO, timeout=ENOUGH_S, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (3, b"")
