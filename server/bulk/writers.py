@@ -96,7 +96,7 @@ class _Npy:
             kind = kind.value_type
         if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
             raise FlagError(f".npy has numbers of one shape for all rows, got {self._name} of {schema.types[0]}")
-        self._dtype = np.dtype(kind.to_pandas_dtype())
+        self._dtype = pa.array([], kind).to_numpy(zero_copy_only=False).dtype  # before pyarrow 26, others need pandas
         self._file = file
         self._rows = 0
         self._begin = file.tell()

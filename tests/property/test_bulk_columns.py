@@ -115,7 +115,7 @@ def _in_column(one: _Input, array: Array) -> Any:
     if one.datatype == "BF16":
         array = float32_from_bf16(array)
     elif one.datatype != "BYTES" and one.leaf != pa.float16():
-        array = array.astype(one.leaf.to_pandas_dtype())
+        array = array.astype(pa.array([], one.leaf).to_numpy(zero_copy_only=False).dtype)
     if one.datatype == "BYTES" and "string" in str(one.leaf):
         array = np.array([element.decode() for element in array.ravel()], object).reshape(array.shape)
     if one.depth < len(one.dims):
