@@ -61,7 +61,6 @@ class BatchQueue(Generic[RequestT]):
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
         self._lengths = policy.lengths
-        self._stops = policy.max_batch_rows > 1 and not policy.grows_always
         self._arrived = 0
         self._lanes: Lanes[RequestT] = Lanes(policy)
         self._timers: Timers[RequestT] = Timers()
@@ -208,7 +207,7 @@ class BatchQueue(Generic[RequestT]):
             if batch.sizes:
                 size = cost_size(size, batch.sizes)
             self.latency.observe(batch.key, size, duration_ns, now_ns)
-            if self._stops:
+            if self.sizing.stops:
                 self.sizing.growth.observe(batch.key, size, duration_ns, now_ns)
             if self._awaits_returns:
                 self._returns.answered(batch.key, batch.rows, self.latency.of(batch.key).base_ns(), now_ns)

@@ -220,7 +220,7 @@ class Lanes(Generic[RequestT]):
         self._delay_ns = 0
         self._stale.clear()
         for lane in self._by_key.values():
-            self._file(lane)
+            self.make_ready(lane)
 
     # hot path
     def add(self, group: Sequence[RequestT]) -> None:
@@ -231,7 +231,7 @@ class Lanes(Generic[RequestT]):
             # A lane stays filed by its first request; only one that overtakes that changes its rank. The group's first
             # has the lowest order of them.
             if not lane.ready_token or group[0].order < lane.filed_order:
-                self._file(lane)
+                self.make_ready(lane)
             return
         for request in group:
             lane.add((request,))
@@ -248,7 +248,7 @@ class Lanes(Generic[RequestT]):
         if self._delay_ns:
             self._walk_later(lane)
         else:
-            self._file(lane)
+            self.make_ready(lane)
 
     def _enter(self, group: Sequence[RequestT]) -> Lane[RequestT]:
         """The lane of `group`, whose requests wait from now on; they are still to be added to it."""
@@ -269,7 +269,7 @@ class Lanes(Generic[RequestT]):
             self._drop(lane)
         elif not self._delay_ns:
             if request.order == lane.filed_order:
-                self._file(lane)
+                self.make_ready(lane)
         elif request.order <= lane.walked_order:
             self._walk_later(lane)
 
@@ -304,11 +304,12 @@ class Lanes(Generic[RequestT]):
         elif self._delay_ns:
             self._walk(lane)
         else:
-            self._file(lane)
+            self.make_ready(lane)
 
     # hot path
     def make_ready(self, lane: Lane[RequestT]) -> None:
-        """Have the lane compete by its first request."""
+        """Have the lane compete, by the order of its first request, and wait for nothing more."""
+        lane.due_token = 0
         lane.ready_token = self._tokens = self._tokens + 1
         first = lane.only or next(iter(lane.sections[lane.sections_order[0]].values()))
         lane.filed_order = first.order
@@ -354,8 +355,3 @@ class Lanes(Generic[RequestT]):
                 self.make_due(lane, lane.oldest_ns + self._delay_ns)
         elif not lane.ready_token:
             self.make_ready(lane)
-
-    def _file(self, lane: Lane[RequestT]) -> None:
-        """Make the lane ready, where nothing waits for more requests."""
-        lane.due_token = 0
-        self.make_ready(lane)

@@ -113,13 +113,14 @@ class Cut(NamedTuple, Generic[RequestT]):
 
 
 class Sizing:
-    """Decides sizes by `policy`, what `latency` has learned and what `allowance` allows."""
+    """Decides sizes by `policy`, what `latency` has learned and what `allowance` allows. `stops`: batches may stop at
+    fewer rows, if `growth` finds that more cost more each."""
 
     def __init__(self, policy: BatchPolicy, latency: LatencyModel) -> None:
         self._policy = policy
         self._latency = latency
         self._lengths = policy.lengths
-        self._stops = policy.max_batch_rows > 1 and not policy.grows_always
+        self.stops = policy.max_batch_rows > 1 and not policy.grows_always
         # The only sizes to stop at, if they are in rows at all.
         self._stop_sizes = () if self._lengths else sorted(policy.preferred_batch_rows or policy.batch_sizes)
         self.growth = Growth(self._stop_sizes)
@@ -140,7 +141,7 @@ class Sizing:
         batch. A request that is larger than what is allowed for now is a batch of its own.
         """
         rows, requests = self.allowance.rows, self._policy.max_batch_requests or releasable
-        most = self.growth.most(lane.key, now_ns) if self._stops and lane.requests > 1 else 0
+        most = self.growth.most(lane.key, now_ns) if self.stops and lane.requests > 1 else 0
         if self._lengths:
             return self._cut_by_length(lane, releasable, most)
         if most and self._stop_sizes:
