@@ -26,7 +26,7 @@ from paceline.scheduler.answering import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
 from paceline.server.codec.wire_request import AnyRequest, RequestReader
-from paceline.server.fronts.inference import RemoteInference, Replies
+from paceline.server.fronts.inference import FrontInference, Replies
 from paceline.server.fronts.session import FrontSession
 from paceline.server.models.layout import Layout
 from paceline.server.models.load_queue import LoadQueue
@@ -105,7 +105,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     replies = Replies(there)
     FrontSession(here, inference, repository, {}, lambda port, why: None, lambda: None, RequestReader()).start()
     there.start(lambda messages: notify([one for one in map(replies.on_message, messages) if one]), lambda: None)
-    front = RemoteInference(replies)
+    front = FrontInference(replies)
     rows = []
     for floats in _FLOATS:
         data = infer_request(f"m{floats}", {"INPUT0": np.ones((1, floats), np.float32)}).SerializeToString()

@@ -44,8 +44,8 @@ from paceline.server.requests.model_calls import ModelCalls
 from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.listener import Listener, check_access, until_quiet
 from paceline.server.rpc.model_rpcs import ModelRpcs
-from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService, RpcGroup
+from paceline.server.rpc.settings_rpcs import SettingsRpcs
 from paceline.server.rpc.shared_memory import SharedMemory
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
@@ -159,11 +159,11 @@ class Server:
         self._shared_memory = SharedMemory(self._regions, partial(count_gpus, load), self._cuda)
         rules = HeaderRules.of(settings)
         self._streaming = Streaming(self.inference, settings.grpc_max_stream_requests, rules)
-        self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
+        self._settings_rpcs = SettingsRpcs(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
             ModelRpcs(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
-            self._remote_settings,
+            self._settings_rpcs,
             UnaryInference(self.inference, rules),
             self._streaming,
         ]
@@ -277,7 +277,7 @@ class Server:
             return None
         fronts = FrontPool(self._settings, self.inference, self.repository, self._service.handlers(), self._start_front)
         self._metrics.add_collector(Families(FRONT_METRICS, lambda: [({}, fronts)]))
-        self._remote_settings.on_log_change = fronts.tell_log_settings
+        self._settings_rpcs.on_log_change = fronts.tell_log_settings
         return fronts
 
     def _show_limits(self) -> None:

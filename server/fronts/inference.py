@@ -156,7 +156,7 @@ class _NextAnswer:
         self._link.send((Kind.TAKEN, self._number, size_bytes))
 
 
-class RemoteInference:
+class FrontInference:
     """Answers inference requests; `serving`, and whether it `reads_parents`, are set as the engine says."""
 
     def __init__(self, replies: Replies) -> None:

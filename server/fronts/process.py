@@ -25,7 +25,7 @@ from paceline.backends.transport.parcel import Message
 from paceline.scheduler.answering import notify
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
-from paceline.server.fronts.inference import RemoteInference, Replies, Reply
+from paceline.server.fronts.inference import FrontInference, Replies, Reply
 from paceline.server.fronts.protocol import Kind
 from paceline.server.rpc.calls import Context, HeaderRules, answering
 from paceline.server.rpc.gate import Refused, Registry, Usage
@@ -67,7 +67,7 @@ class _Front:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._replies = Replies(link)
-        self._inference = RemoteInference(self._replies)
+        self._inference = FrontInference(self._replies)
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None]

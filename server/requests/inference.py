@@ -53,8 +53,8 @@ _MAX_MADE_BYTES = 2**17
 """If a batch's outputs have at most this many bytes, all answers are made before the first one leaves. One of at most
 this many is too large for nobody."""
 
-Answer = Callable[[Sequence[Any]], Sequence[Exception | None]]
-"""Answers requests in flight that have results. Returns for each why it has no answer, None if it has."""
+MakeAnswers = Callable[[Sequence[Any]], Sequence[Exception | None]]
+"""Makes the answers of requests in flight that have results. Returns for each why it has none, None if it has one."""
 
 
 class Inference:
@@ -71,7 +71,7 @@ class Inference:
         self.refused = 0
         """Requests that arrived while it didn't serve, and calls that hadn't brought one."""
         self.pipelines = Pipelines(self.announce_to, self.give_up)
-        self._decoupled = Decoupled(self._on_done, partial(self._on_done, answer=_end_answers), encode, self.pipelines)
+        self._decoupled = Decoupled(self._on_done, partial(self._on_done, make=_end_answers), encode, self.pipelines)
         self._response_cache = ResponseCache(self._hand_over)
 
     # hot path: see bench/
@@ -205,16 +205,16 @@ class Inference:
             flight.on_done()
 
     # hot path: see bench/
-    def _on_done(self, flights: list[InFlight], answer: Answer | None = None) -> None:
+    def _on_done(self, flights: list[InFlight], make: MakeAnswers | None = None) -> None:
         """Submitted requests have ended. Small answers are made now, all of a batch together; large ones follow one by
-        one, each when it can leave. All are made by `answer`, if that is given."""
+        one, each when it can leave. `make` makes all of them, if it is given."""
         wanted = [flight for flight in flights if not flight.gone]
         if len(wanted) < len(flights):
             for flight in flights:
                 if flight.gone:
                     flight.let_go()  # a pipeline's leads back to it
-        if answer is not None:
-            self.conclude(wanted, answer)
+        if make is not None:
+            self.conclude(wanted, make)
         else:
             self.conclude([flight for flight in wanted if not flight.answered or _is_cheap(flight)], encode)
         for flight in wanted:
@@ -231,9 +231,9 @@ class Inference:
         self.conclude((flight,), encode)
 
     # hot path: see bench/
-    def conclude(self, flights: Sequence[InFlight], answer: Answer) -> None:
-        """Answer and count requests of one model that have ended. `answer` gets those with results. For the others, and
-        those that it can't answer, their own `on_failure` is called."""
+    def conclude(self, flights: Sequence[InFlight], make: MakeAnswers) -> None:
+        """Answer and count requests of one model that have ended. `make` gets those with results. For the others, and
+        those whose answer it can't make, their own `on_failure` is called."""
         answered = [flight for flight in flights if flight.answered]
         if len(answered) < len(flights):
             for flight in flights:
@@ -242,12 +242,12 @@ class Inference:
         if not answered:
             return
         try:
-            errors = answer(answered)
+            errors = make(answered)
         except Exception as error:  # noqa: BLE001 - the callers must get their answers
             if len(answered) > 1:
                 _log.exception("answering a batch's requests together failed; answering them one by one")
                 for flight in answered:
-                    self.conclude((flight,), answer)
+                    self.conclude((flight,), make)
                 return
             errors = [as_value(error)]
         if any(errors):

@@ -29,8 +29,8 @@ from paceline.server.models.repository import Repository
 from paceline.server.requests.inference import Inference
 from paceline.server.rpc.calls import HeaderRules
 from paceline.server.rpc.model_rpcs import ModelRpcs
-from paceline.server.rpc.remote_settings import RemoteSettings
 from paceline.server.rpc.service import InferenceService
+from paceline.server.rpc.settings_rpcs import SettingsRpcs
 from paceline.server.rpc.shared_memory import SharedMemory
 from paceline.server.rpc.streaming import Streaming
 from paceline.server.rpc.unary_inference import UnaryInference
@@ -148,7 +148,7 @@ class _World:
         groups: list[Any] = [
             ModelRpcs(self._repository, layout, ControlMode.EXPLICIT),
             SharedMemory(regions, _no_gpus),
-            RemoteSettings(self._repository, tracer, is_allowed=True),
+            SettingsRpcs(self._repository, tracer, is_allowed=True),
             UnaryInference(inference, rules),
             Streaming(inference, 16, rules),
         ]

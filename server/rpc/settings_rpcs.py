@@ -31,7 +31,7 @@ _LOG_SETTINGS = {
 }
 
 
-class RemoteSettings:
+class SettingsRpcs:
     """Reads the settings of the logger and of `tracer`; changes them only if `is_allowed`."""
 
     def __init__(self, repository: ModelLookup, tracer: Tracer, is_allowed: bool) -> None:
