@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from paceline.backends.spec import Array
 
 Parameters = Mapping[str, bool | int | float | str]
+_NO_PARAMETERS: Parameters = {}
 
 
 def _nothing() -> None:
@@ -26,8 +27,11 @@ def _ignore(answers: int) -> None:
 class CallAnswers(Protocol):
     """The way back to the code that has made calls. Callable on any thread; nothing blocks."""
 
-    def answer(self, call: ModelCall, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
-        """Outputs by name, which are held until they are copied; None: there are no further answers."""
+    def answer(
+        self, call: ModelCall, outputs: Mapping[str, Array] | None, parameters: Parameters, *, last: bool
+    ) -> None:
+        """Outputs by name, which are held until they are copied, and what the called model says besides; None: there
+        are no further answers."""
 
     def fail(self, call: ModelCall, status: str, text: str, *, last: bool) -> None:
         """An error in place of an answer. `status` is the name of a gRPC status."""
@@ -77,8 +81,10 @@ class ModelCall:
         self._on_cancel = self._on_call_off = _nothing
         self._on_read = _ignore
 
-    def answer(self, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
-        self._answers.answer(self, outputs, last=last)
+    def answer(
+        self, outputs: Mapping[str, Array] | None, parameters: Parameters = _NO_PARAMETERS, *, last: bool
+    ) -> None:
+        self._answers.answer(self, outputs, parameters, last=last)
 
     def fail(self, status: str, text: str, *, last: bool = True) -> None:
         self._answers.fail(self, status, text, last=last)

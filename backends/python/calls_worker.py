@@ -35,9 +35,15 @@ EXECUTION: ContextVar[int] = ContextVar("execution", default=0)
 """Which execution the code is a part of that runs, by number. Tasks and `asyncio.to_thread` take it along, threads
 don't."""
 
-Outputs = dict[str, Array]
 Parameters = Mapping[str, bool | int | float | str]
 Inputs = Mapping[str, object]
+
+
+class Outputs(dict[str, Array]):
+    """Those of a called model by name, and the `parameters` of its response."""
+
+    parameters: Parameters = {}  # noqa: RUF012 - of responses without any; only read
+
 
 Answer = tuple[Outputs | CallFailed | None, bool]
 """Outputs, an error or nothing, and whether it is the last."""
@@ -134,7 +140,8 @@ class Calls:
             answer = None
         else:
             # Even if nobody waits: that gives its place back.
-            answer = dict(zip(content[0], self._link.unpack(content[1]), strict=True))
+            answer = Outputs(zip(content[0], self._link.unpack(content[1]), strict=True))
+            answer.parameters = content[2]
         tell = self._tell.pop(number, None) if last else self._tell.get(number)
         if tell is not None:
             tell((answer, last))
@@ -243,7 +250,7 @@ class AsyncAnswers:
 def _outputs(answer: Outputs | CallFailed | None) -> Outputs:
     if isinstance(answer, CallFailed):
         raise answer
-    return answer or {}
+    return Outputs() if answer is None else answer
 
 
 def _plain(name: str, value: Any) -> bool | int | float | str:

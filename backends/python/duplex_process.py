@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import LoadError
-from paceline.backends.model_call import ModelCall
+from paceline.backends.model_call import ModelCall, Parameters
 from paceline.backends.open_request import OpenRequest
 from paceline.backends.python import messages
 from paceline.backends.python.messages import Declared
@@ -70,8 +70,10 @@ class DuplexProcess(ModelProcess):
         for call, _ in self._all_calls():
             call.call_off()
 
-    def answer(self, call: ModelCall, outputs: Mapping[str, Array] | None, *, last: bool) -> None:
-        self._unsaid.put(partial(self._send_answer, call, outputs, last))
+    def answer(
+        self, call: ModelCall, outputs: Mapping[str, Array] | None, parameters: Parameters, *, last: bool
+    ) -> None:
+        self._unsaid.put(partial(self._send_answer, call, outputs, {**parameters}, last))
 
     def fail(self, call: ModelCall, status: str, text: str, *, last: bool) -> None:
         self._unsaid.put(partial(self._send_error, call, status, text, last))
@@ -164,12 +166,14 @@ class DuplexProcess(ModelProcess):
                 call.cancel()
                 self.fail(call, "CANCELLED", "nobody waits any more for what the call was made for", last=True)
 
-    def _send_answer(self, call: ModelCall, outputs: Mapping[str, Array] | None, last: bool) -> None:
+    def _send_answer(
+        self, call: ModelCall, outputs: Mapping[str, Array] | None, parameters: Parameters, last: bool
+    ) -> None:
         if not self._is_open(call, last):
             return
         try:
             parcel = None if outputs is None else self._link.pack([*outputs.values()])
-            self._link.send(messages.CALLED, call.number, last, tuple(outputs or ()), parcel, parcel=parcel)
+            self._link.send(messages.CALLED, call.number, last, tuple(outputs or ()), parcel, parameters, parcel=parcel)
         except (TypeError, ValueError) as error:  # of tensors beyond what memory and messages hold
             if not last and self._is_open(call, True):
                 call.cancel()

@@ -77,8 +77,8 @@ CALL = 18
 inputs and a parcel of these, and what else `ModelCall` says. Executions are counted by TAKEN; 0: none."""
 
 CALLED = 19
-"""From the server: a call's number, whether it is its last answer, the names of outputs, and a parcel of these; None
-and no names: it only ends."""
+"""From the server: a call's number, whether it is its last answer, the names of outputs, a parcel of these (None and no
+names: it only ends), and the response's parameters."""
 
 CALL_FAILED = 20
 """From the server: a call's number, whether it is its last answer, the name of a gRPC status, and a text."""

@@ -193,7 +193,8 @@ class _UnderWay:
         if flight.error is not None:
             _fail(self.call, flight.error)
         else:
-            self.call.answer(flight.outputs if flight.outputs or not self.call.takes_more else None, last=True)
+            outputs = flight.outputs if flight.outputs or not self.call.takes_more else None
+            self.call.answer(outputs, flight.outputs.parameters, last=True)
 
     def on_next(self, flight: InnerRequest, answer: PartialAnswer, error: Exception | None) -> None:
         outputs = answer.outputs
@@ -201,7 +202,7 @@ class _UnderWay:
         if error is not None:
             _fail(self.call, error, last=False)
         else:
-            self.call.answer(outputs, last=False)
+            self.call.answer(outputs, outputs.parameters, last=False)
 
     def on_read(self, answers: int) -> None:
         for _ in range(min(answers, len(self._unread))):

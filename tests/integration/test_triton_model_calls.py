@@ -36,7 +36,7 @@ class TritonPythonModel:
             x = request.inputs()[0].as_numpy()
             sender = request.get_response_sender()
             for n in range(json.loads(request.parameters()).get("times", 1)):
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 10 + n)]))
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 10 + n)], parameters={"n": n}))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
@@ -60,6 +60,7 @@ called = pb_utils.InferenceRequest(
     model_name=b"other", request_id=b"r", requested_output_names=[b"y"],
     inputs=[pb_utils.Tensor(b"x", np.array([[4]], np.int64))],
 ).exec()
+assert called.parameters() == '{"n": 0}'
 response = answer(value_of(called))
 """,
     ],
@@ -80,12 +81,11 @@ async def both():
 async def test_decoupled_model_is_called_as_an_iterator(tmp_path: Path) -> None:
     code = """
 request = made("other", 2, parameters={"times": 12})
-values = [value_of(one) for one in request.exec(decoupled=True)]
-values += [value_of(one) for one in asyncio.run(request.async_exec(decoupled=True))]
-response = text(json.dumps(values))
+responses = [*request.exec(decoupled=True), *asyncio.run(request.async_exec(decoupled=True))]
+response = text(json.dumps([[value_of(one), json.loads(one.parameters())["n"]] for one in responses]))
 """
     async with calling(tmp_path, "model_transaction_policy { decoupled: true }") as started:
-        assert await text(started, asking(CALL + code)) == [*range(20, 32)] * 2
+        assert await text(started, asking(CALL + code)) == [[20 + n, n] for n in range(12)] * 2
 
 
 @pytest.mark.parametrize(

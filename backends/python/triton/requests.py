@@ -252,9 +252,9 @@ class _Responses:
         return _response(answer)
 
     def cancel(self) -> None:
-        """Withdraw the call. Responses that have come can still be read; no others follow."""
+        """Withdraw the call. Responses that have come can still be read, and an error ends them."""
         self._calls.withdraw(self._number)
-        self._answers.put((None, True))
+        self._answers.put((CallFailed("CANCELLED", "the call was cancelled"), True))
 
     def __del__(self) -> None:
         self._calls.withdraw(self._number)
@@ -263,7 +263,9 @@ class _Responses:
 def _response(answer: Any) -> InferenceResponse:
     if isinstance(answer, CallFailed):
         return InferenceResponse(error=error_of(answer.status, str(answer)))
-    return InferenceResponse([Tensor.received(name, array) for name, array in (answer or {}).items()])
+    if answer is None:
+        return InferenceResponse()
+    return InferenceResponse([Tensor.received(*one) for one in answer.items()], parameters=answer.parameters)
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:

@@ -87,7 +87,8 @@ def test_call_brings_what_the_code_says(instance: PythonInstance, calls: Calls, 
     code = """
 parameters = {'priority': np.int64(2), 'text': 'a', 'on': True}
 asked = {'version': 3, 'outputs': ['z'], 'request_id': '7', 'parameters': parameters, 'timeout_s': 2}
-y = other.infer({'a': ['one', 'two']}, **asked)['z']
+answer = other.infer({'a': ['one', 'two']}, **asked)
+y = answer['z'] * answer.parameters['times']
 """
     result = thread.submit(run, instance, code)
     call = calls.next()
@@ -96,8 +97,8 @@ y = other.infer({'a': ['one', 'two']}, **asked)['z']
     assert call.inputs["a"].tolist() == [b"one", b"two"]
     assert call.executing
     assert not call.takes_more
-    call.answer({"z": ONE}, last=True)
-    np.testing.assert_array_equal(result.result(timeout=20), ONE)
+    call.answer({"z": ONE}, {"times": 3}, last=True)
+    np.testing.assert_array_equal(result.result(timeout=20), ONE * 3)
 
 
 def test_calls_at_the_same_time_get_their_own_answers(

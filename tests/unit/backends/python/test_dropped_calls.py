@@ -10,6 +10,7 @@ import pytest
 
 from paceline.backends.python.calls_worker import CalledModel, Calls
 from paceline.backends.python.messages import CALL, CALL_OVER, CALLED
+from paceline.backends.python.triton.errors import TritonError
 from paceline.backends.python.triton.requests import InferenceRequest
 
 
@@ -27,7 +28,7 @@ class Link:
     def send(self, kind: int, number: int, *content: object, parcel: object = None) -> bool:
         self.sent.append((kind, number))
         if kind == CALL:
-            self.calls.hear((CALLED, number, False, (), None))
+            self.calls.hear((CALLED, number, False, (), None, {}))
         return True
 
 
@@ -57,6 +58,7 @@ def test_cancelled_iterator_withdraws_its_call_and_ends() -> None:
     InferenceRequest.calls = link.calls
     answers: Any = InferenceRequest(model_name="m").exec(decoupled=True)
     answers.cancel()
-    assert len(list(answers)) == 1
+    _, last = answers
+    assert last.error().code() == TritonError.CANCELLED
     link.unsaid.get_nowait()()
     assert link.sent[-1] == (CALL_OVER, 1)
