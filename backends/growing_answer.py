@@ -101,8 +101,7 @@ class GrowingAnswer:
                 reason = "stop"
         answer: tuple[Array, ...] = (np.array(tokens, np.int64), *self._besides(len(tokens), reason))
         if reason:
-            answer = Told(answer)
-            answer.parameters = {"finish_reason": reason}
+            answer = Told(answer, {"finish_reason": reason})
         self.request.on_answer(answer, last=bool(reason))
 
     def _besides(self, count: int, reason: str) -> tuple[Array, ...]:

@@ -9,7 +9,7 @@ by `on_answer`; after `cancel`, none need be.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -38,6 +38,11 @@ class Told(tuple[Array, ...]):
     """Outputs with `parameters` for the caller."""
 
     parameters: Parameters
+
+    def __new__(cls, outputs: Iterable[Array], parameters: Parameters) -> Told:
+        self = super().__new__(cls, outputs)
+        self.parameters = parameters
+        return self
 
 
 class Channel(Protocol):

@@ -146,11 +146,7 @@ class DecoupledProcess(DuplexProcess):
             outputs = self.outputs_of(places, arrays)
         except ExecutionError as error:
             return error.with_traceback(None)
-        if not parameters:
-            return outputs
-        told = Told(outputs)
-        told.parameters = json.loads(parameters)
-        return told
+        return Told(outputs, json.loads(parameters)) if parameters else outputs
 
     @contextmanager
     def _handing(self, given: dict[int, OpenRequest]) -> Iterator[None]:

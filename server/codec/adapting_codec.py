@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from paceline.backends.batching import Packed
+from paceline.backends.open_request import Told
 from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tensors, TensorSpec
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.errors import NoSequence, SchedulerError
@@ -174,7 +175,7 @@ class AdaptingCodec(ModelCodec):
                 if array is not MISSING:
                     lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                     shown[index] = array.reshape(to_client(tensor, array.shape, lead))
-            results = shown
+            results = Told(shown, results.parameters) if type(results) is Told else shown
         there = of_those_there(options, results)
         if results is request.value and there is options:
             return request

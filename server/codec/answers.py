@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.backends.base import DeviceTensor
 from paceline.backends.batching import Outputs, Share
-from paceline.backends.open_request import Parameters
+from paceline.backends.open_request import Parameters, Told
 from paceline.backends.spec import ModelSpec, Tensors
 from paceline.protos.datatypes import Datatype, by_name
 from paceline.protos.inference_pb2 import ModelInferResponse
@@ -87,14 +87,14 @@ class AnswerPlans:
 
     # hot path: see bench/
     def pieces(self, requests: Iterable[Answerable]) -> list[Pieces]:
-        """What the answer to each request is joined of; large ones are views of the outputs. Nothing for those that
-        want more than raw outputs, and where outputs aren't laid out as on the wire, are too large for a message or for
-        where they belong, or can't be written there."""
+        """What the answer to each request is joined of; large ones are views of the outputs. Nothing where
+        more than raw outputs is wanted or said by the model, and where these aren't laid out as on the wire, are too
+        large for a message or for where they belong, or can't be written there."""
         made: list[Pieces] = []
         for request in requests:
             options, results, targets = request.options, request.value, request.targets
             assert options is not None
-            if not options.plain:
+            if not options.plain or type(results) is Told:
                 made.append(())
                 continue
             if type(results) is not Share:

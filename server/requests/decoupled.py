@@ -13,7 +13,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from time import monotonic_ns
 from typing import cast
@@ -206,7 +205,6 @@ class Decoupled:
             if opened.streams:
                 # Made now, as the others are: whether it can be is counted.
                 flight.value = answer
-                _say_parameters(flight)
                 (error,) = self._made((flight,))
                 answer = _NO_OUTPUTS
             opened.count_answer(error)
@@ -259,8 +257,6 @@ class Decoupled:
                 flight.model.batcher.end_sequence(flight.step.id)
             if isinstance(opened, OpenFlight):
                 flight.payload = opened.own_inputs
-            if flight.answered:
-                _say_parameters(flight)
             opened.let_go()
             flight.model.open_requests.discard(flight)
             if isinstance(opened, OpenFlight) and opened.on_ended not in (None, self._conclude):
@@ -274,9 +270,3 @@ class Decoupled:
         for flight in flights:
             if flight.gone:
                 flight.let_go()
-
-
-def _say_parameters(flight: InFlight) -> None:
-    """Have its answer say what its model says of it."""
-    if type(flight.value) is Told and flight.options is not None:
-        flight.options = replace(flight.options, plain=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from time import monotonic_ns
 from typing import cast
 
@@ -193,7 +192,7 @@ class PartialAnswer:
         self.opened = opened
         self.flight = flight
         self.value = outputs
-        self.options: RequestOptions = replace(options, plain=False) if type(outputs) is Told else options
+        self.options: RequestOptions = options
         self.message = flight.message
         self.model: ServedModel = flight.model
         self.envelope = flight.envelope_of_more

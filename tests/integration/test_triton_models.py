@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,8 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from tests import triton_puppet
+from tests.integration.caching import followed
+from tests.integration.scripted import send
 from tests.integration.serving import failure_of, serving
 from tests.integration.streams import Stream
 from tests.integration.triton_serving import BATCHED, INTERNAL, TOGETHER, asking, number, served, text
@@ -310,3 +313,10 @@ async def test_response_cache_keeps_answers(tmp_path: Path) -> None:
     cached = f"{BATCHED} response_cache {{ enable: true }}"
     async with served(tmp_path, cached, cache_bytes=1_000_000) as started:
         assert [number(await started.infer(asking(count))) for _ in range(3)] == [1, 1, 1]
+        os.mkfifo(fifo := tmp_path / "fifo")
+        says = asking(f"open({str(fifo)!r}).read(); response = answer(2, parameters={{'a': 3}})")
+        calls = send(started, says)
+        go = await asyncio.to_thread(fifo.open, "w")  # it executes
+        calls += await followed(started, says, says)
+        go.close()
+        assert [(await call).parameters["a"].int64_param for call in calls] == [3, 3, 3]
