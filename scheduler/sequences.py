@@ -165,7 +165,7 @@ class Sequences(Generic[RequestT]):
             self._lose(sequence, SequenceEnd.REFUSED)
         elif not sequence.has_begun:
             self._forget(sequence)
-            self._leave(sequence, now_ns, counted=False)
+            self._give_up_place(sequence, now_ns)
             return
         elif sequence.ends is SequenceEnd.END and sequence.id not in self._by_id:
             sequence.ends = None
@@ -266,7 +266,7 @@ class Sequences(Generic[RequestT]):
     def _go_on(self, sequence: Sequence[RequestT], now_ns: int) -> None:
         """Nothing of a sequence with a place is at the batcher: its next step goes there, or it is idle, or over."""
         if sequence.steps and sequence.place is NOWHERE:
-            self._leave(sequence, now_ns, counted=False)  # its next step needs nothing of what was lost
+            self._give_up_place(sequence, now_ns)  # its next step needs nothing of what was lost
         elif sequence.steps:
             sequence.executing = request = sequence.steps.popleft()
             self._stop_waiting(request)
@@ -344,15 +344,18 @@ class Sequences(Generic[RequestT]):
         else:
             self._following -= 1
 
-    def _leave(self, sequence: Sequence[RequestT], now_ns: int, *, counted: bool = True) -> None:
-        """A sequence is over; its place is for another one. It isn't `counted` if it has never begun, or has steps, for
-        which it waits for a place again."""
+    def _leave(self, sequence: Sequence[RequestT], now_ns: int) -> None:
+        """A sequence is over."""
+        assert sequence.ends is not None
+        self.ended[sequence.ends] += 1
+        if sequence.place in self._held:
+            self.over.append(Over(sequence.id, sequence.place.instance, sequence.ends))
+        self._give_up_place(sequence, now_ns)
+
+    def _give_up_place(self, sequence: Sequence[RequestT], now_ns: int) -> None:
+        """A sequence that isn't at the batcher has its place no more. If it has steps, it waits for another one, else
+        one with the same id does."""
         place, sequence.place = sequence.place, None
-        if counted:
-            assert sequence.ends is not None
-            self.ended[sequence.ends] += 1
-            if place is not None and place in self._held:
-                self.over.append(Over(sequence.id, place.instance, sequence.ends))
         if place is not None:
             self.live -= 1
             if self._held.pop(place, None) is not None:
