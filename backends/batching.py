@@ -225,7 +225,7 @@ def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:
 
 def rows_of(requests: Sequence[Tensors]) -> list[int]:
     """The number of rows in each request of a batched spec: the first dimension of its first input."""
-    return [request[0].shape[0] for request in requests]
+    return [one.layout.rows if type(one) is Packed else one[0].shape[0] for one in requests]
 
 
 def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate | None = None) -> list[Array]:
@@ -238,6 +238,8 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate
     where it has memory for them.
     """
     # hot path: 0.3 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
+    if (layout := _common_layout(requests)) is not None:
+        return _stack_packed(cast("Sequence[Packed]", requests), layout, padding_rows, allocate)
     if padding_rows:
         requests = [*requests, [np.repeat(array[-1:], padding_rows, axis=0) for array in requests[-1]]]
     if len(requests) == 1:
@@ -249,16 +251,6 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate
         return [_joined(column, index, allocate) for index, column in enumerate(zip(*requests, strict=True))]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
-
-
-def joined(requests: Sequence[Tensors]) -> tuple[list[Array], list[int]]:
-    """As `stack`, and the rows where each request begins and the last one ends."""
-    layout = _common_layout(requests)
-    if layout is None:
-        return stack(requests), [*accumulate(rows_of(requests), initial=0)]
-    rows = len(requests) * layout.rows
-    bounds = [*range(0, rows + 1, layout.rows)]
-    return _stack_packed(cast("Sequence[Packed]", requests), layout, 0, None), bounds
 
 
 def _joined(column: Sequence[Array], index: int, allocate: Allocate | None) -> Array:
@@ -346,16 +338,9 @@ def run_batch(
     """
     check_count(spec, requests)
     began_ns = monotonic_ns()
-    padded_rows = max(padded_rows, spec.fixed_rows)
-    layout = _common_layout(requests)
-    if layout is not None:
-        rows = [layout.rows] * len(requests)
-        padding = max(0, padded_rows - sum(rows))
-        inputs = _stack_packed(cast("Sequence[Packed]", requests), layout, padding, allocate)
-    else:
-        rows = rows_of(requests) if spec.batched else [1]
-        padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        inputs = stack(requests, padding, allocate)
+    rows = rows_of(requests) if spec.batched else [1]
+    padding = max(0, max(padded_rows, spec.fixed_rows) - sum(rows)) if spec.batched else 0
+    inputs = stack(requests, padding, allocate)
     stacked_ns = monotonic_ns()
     outputs = run(inputs)
     ran_ns = monotonic_ns()

@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import Any, cast
 
 from paceline.backends.base import Device, Execution, ModelSource
-from paceline.backends.batching import check_outputs, joined, shares
+from paceline.backends.batching import check_outputs, rows_of, shares, stack
 from paceline.backends.errors import ExecutionError, ProcessError
 from paceline.backends.open_request import AGAIN, ELSEWHERE, Answer, OpenRequest, Told
 from paceline.backends.python import messages
@@ -83,8 +83,7 @@ class DecoupledProcess(DuplexProcess):
             try:
                 whole, bounds = [one.inputs for one in requests], None
                 if stacks and len(requests) > 1:
-                    columns, bounds = joined(whole)
-                    whole = [columns]
+                    whole, bounds = [stack(whole)], [*accumulate(rows_of(whole), initial=0)]
                 parcels.extend(map(self._link.pack, whole))  # those before one that raises are in it
                 handed = [
                     (number, one.id, dict(one.parameters), tuple(one.outputs), parcel, one.step, one.timeout_us)
