@@ -242,7 +242,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     ) -> None:
         """Requests end up where they would one after the other, and are refused if they would be."""
         level = self.policy.level_of(priority)
-        assert self.queue._lanes.rows_before(key, level) == self.naive.rows_before(key, level)
+        assert self.queue._lanes.rows_before(key, level) == self.naive.rows_before(key, level), "what is served before"
         group = [Queued(0, rows, key, arrived_ns, priority=priority) for arrived_ns in arrivals_ns]
         for one, patience in zip(group, patience_ns, strict=True):
             one.size_bytes, one.timeout_ns = size_bytes, timeout_ns
@@ -281,8 +281,9 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         before = {one.number: one for one in self.naive.waiting}
         decision = self.queue.poll(self.now_ns, idle, spare)
         batches, expired = self.naive.poll(self.now_ns, idle, spare)
-        assert [[entry.payload for entry in batch.requests] for batch in decision.batches] == batches
-        assert sorted(entry.payload for entry in decision.expired) == sorted(expired)
+        left = [[entry.payload for entry in batch.requests] for batch in decision.batches]
+        assert left == batches, "which requests leave, together with whom, and in which order"
+        assert sorted(entry.payload for entry in decision.expired) == sorted(expired), "which have waited too long"
         assert not decision.unreachable
         for batch in decision.batches:
             assert 0 < batch.rows == sum(entry.rows for entry in batch.requests) <= self.policy.max_batch_rows
@@ -312,7 +313,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         moments = [one.act_at_ns for one in self.naive.waiting if one.act_at_ns != NEVER]
         if may_start:
             moments += [self.oldest_ns(key) + self.policy.max_queue_delay_ns for key in self.naive.lane_keys()]
-        assert wake_ns == (min(moments) if moments else None)
+        assert wake_ns == (min(moments) if moments else None), "when the queue has to be polled next"
         assert wake_ns is None or wake_ns > self.now_ns
 
     def oldest_ns(self, key: str) -> int:
