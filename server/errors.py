@@ -105,12 +105,12 @@ class ServerStopping(ModelNotReady):
 
 
 class AnswerTooLarge(ServerError):
-    """The outputs are more than one message can carry."""
+    """The outputs are more than one message can carry, or may by a setting (`why`)."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, most_bytes: int = LARGEST_MESSAGE_BYTES, why: str = "") -> None:
         super().__init__(
-            f"model '{model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} bytes in "
-            "all, got more; request fewer rows or outputs, or use shared memory"
+            f"model '{model}': expected outputs that one message can carry, at most {most_bytes} bytes in all{why}, "
+            "got more; request fewer rows or outputs, or use shared memory"
         )
 
 

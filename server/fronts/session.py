@@ -23,6 +23,7 @@ from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TracePa
 from paceline.server.codec.answers import Pieces
 from paceline.server.codec.codec import AnyResponse, ModelCodec
 from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
+from paceline.server.errors import AnswerTooLarge
 from paceline.server.fronts.protocol import (
     MAX_INLINE_BYTES,
     WHAT_IS_FULL,
@@ -77,9 +78,9 @@ class FrontRequest(InFlight):
     def on_done(self) -> None:
         self.session.on_done(self)
 
-    def too_large(self, answer: AnyResponse) -> QueueFull | None:
+    def too_large(self, answer: AnyResponse) -> AnswerTooLarge | None:
         self.answer = made = serialized(answer)
-        return self.session.too_large((made,))
+        return self.session.too_large(self, (made,))
 
     def on_open(self) -> None:
         self._held = deque()
@@ -252,7 +253,7 @@ class FrontSession:
         (request,) = requests
         codec = request.model.codec
         if pieces := codec.pieces(request) if isinstance(codec, ModelCodec) else ():
-            error: Exception | None = self.too_large(pieces)
+            error: Exception | None = self.too_large(request, pieces)
         else:
             (error,) = encode(requests)
             if error is None:
@@ -262,11 +263,13 @@ class FrontSession:
             request.pieces = pieces
         return [error]
 
-    def too_large(self, pieces: Pieces) -> QueueFull | None:
+    def too_large(self, request: FrontRequest, pieces: Pieces) -> AnswerTooLarge | None:
         """Why an answer can't be sent, joined of `pieces`: it is too large for any front's memory. It would wait
         forever, and all others behind it."""
         size_bytes = sum(-(-len(one) // ALIGNMENT) * ALIGNMENT for one in pieces)
-        return QueueFull(self.link.size_bytes, WHAT_IS_FULL) if size_bytes > self.link.size_bytes else None
+        if size_bytes <= self.link.size_bytes:
+            return None
+        return AnswerTooLarge(request.message.model_name, self.link.size_bytes, " (--frontend-memory-mb)")
 
     # hot path
     def _send_answer(self, number: int, pieces: Pieces) -> None:

@@ -163,11 +163,14 @@ async def test_answer_beyond_the_memory_is_refused_each_time(tmp_path: Path, wid
             calls = [failure_of(served.infer(too_large)) for _ in range(together)]
             for code, text in await asyncio.gather(*calls):
                 assert code is Code.RESOURCE_EXHAUSTED
-                assert "--frontend-memory-mb" in text
+                assert text == (
+                    "model 'wide': expected outputs that one message can carry, at most 1048576 bytes in all "
+                    "(--frontend-memory-mb), got more; request fewer rows or outputs, or use shared memory"
+                )
         request = infer("m", {"a": KIB_300})
         assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
         await nothing_held(served)
-        labels = 'model="wide",reason="REJECTED",version="1"'
+        labels = 'model="wide",reason="BACKEND",version="1"'
         assert await served.metric("nv_inference_request_failure", labels) == 4
         assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
 
