@@ -23,8 +23,8 @@ from paceline.backends.remote_messages import (
     Headers,
     RemoteRequest,
     call_headers,
-    decode_open,
     decode_response,
+    decode_undeclared,
     encode_request,
     wanted_outputs,
 )
@@ -206,7 +206,7 @@ class RemoteInstance:
         answer = await model.server.infer(message, call_headers(requests), deadline_ns, connection)
         answered_ns = monotonic_ns()
         results: Sequence[Any] = (
-            decode_response(answer, spec, requests, wanted) if own_spec is None else decode_open(answer, requests)
+            decode_response(answer, spec, requests, wanted) if own_spec is None else decode_undeclared(answer, requests)
         )
         return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
 

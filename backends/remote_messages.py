@@ -49,7 +49,7 @@ class RemoteRequest(NamedTuple):  # made for each request
     step: tuple[int | str, bool, bool] | None = None
 
 
-class OpenTensor(NamedTuple):
+class UndeclaredTensor(NamedTuple):
     """An output of a model that doesn't declare its tensors."""
 
     name: str
@@ -57,7 +57,7 @@ class OpenTensor(NamedTuple):
     array: Array
 
 
-OpenResult = tuple[OpenTensor, ...]
+UndeclaredOutputs = tuple[UndeclaredTensor, ...]
 
 
 def call_headers(requests: Sequence[RemoteRequest]) -> Headers:
@@ -150,12 +150,12 @@ def decode_response(
     return results
 
 
-def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
+def decode_undeclared(data: bytes, requests: Sequence[RemoteRequest]) -> list[UndeclaredOutputs]:
     """As `decode_response` if nothing is known about the outputs: those of a single request are passed on as they are,
     those of a batch must have its rows."""
     message = _message(data)
     tensors = [
-        OpenTensor(output.name, output.datatype, _array(message, number))
+        UndeclaredTensor(output.name, output.datatype, _array(message, number))
         for number, output in enumerate(message.outputs)
     ]
     if len(requests) == 1:
@@ -167,7 +167,7 @@ def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResu
                 f"output '{name}': expected {sum(rows)} rows, those of the batch, got shape {list(array.shape)}"
             )
     return [
-        tuple(OpenTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
+        tuple(UndeclaredTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
         for start, end in pairwise(accumulate(rows, initial=0))
     ]
 

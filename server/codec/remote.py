@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.remote_messages import OpenResult, OpenTensor
+from paceline.backends.remote_messages import UndeclaredOutputs, UndeclaredTensor
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 from paceline.protos.datatypes import by_name
 from paceline.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
@@ -87,7 +87,7 @@ def _of_tensor(parameters: Mapping[str, InferParameter]) -> dict[str, InferParam
     }
 
 
-class OpenCodec:
+class UndeclaredCodec:
     """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request; 0: there are no
     rows, and each request travels alone."""
 
@@ -123,7 +123,7 @@ class OpenCodec:
         options = request.options
         assert options is not None
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.message.id)
-        for name, datatype, array in cast("OpenResult", request.value):
+        for name, datatype, array in cast("UndeclaredOutputs", request.value):
             output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
             try:
                 if options.parameters.typed_outputs:
@@ -135,7 +135,7 @@ class OpenCodec:
         return response
 
     @staticmethod
-    def join(results: Sequence[OpenResult], rows: Sequence[int]) -> OpenResult:
+    def join(results: Sequence[UndeclaredOutputs], rows: Sequence[int]) -> UndeclaredOutputs:
         """The results of the parts of a split request as one; `rows` are those of each part. Raises ExecutionFailed if
         they don't fit together, or don't have those rows: nobody could tell whose rows are whose."""
         first = results[0]
@@ -152,7 +152,7 @@ class OpenCodec:
                         "rows; if the model doesn't answer row by row, name it with --upstream-unbatched"
                     )
         return tuple(
-            OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
+            UndeclaredTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
             for number, one in enumerate(first)
         )
 

@@ -35,7 +35,7 @@ from paceline.scheduler.waiting import SharedQueueLimits
 from paceline.server.bounded_pool import BoundedPool
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.remote import OpenCodec
+from paceline.server.codec.remote import UndeclaredCodec
 from paceline.server.errors import STATE_STAYS
 from paceline.server.memory.reading import ExecuteInputs, over_shared_memory
 from paceline.server.memory.regions import Regions
@@ -113,8 +113,8 @@ class ServedModel:
         # The most rows of a request; a batch may have fewer.
         self.max_request_rows = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
         silent = self.remote and not (self.spec.inputs and self.spec.outputs)
-        self.codec: ModelCodec | OpenCodec = (
-            OpenCodec(self.name, self.version, self.max_request_rows)
+        self.codec: ModelCodec | UndeclaredCodec = (
+            UndeclaredCodec(self.name, self.version, self.max_request_rows)
             if silent
             else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         )

@@ -28,7 +28,7 @@ from paceline.scheduler.observer import Drop
 from paceline.server.codec.answers import add_parameters, batch_parameters
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
-from paceline.server.codec.remote import NOTHING_PASSED_ON, OpenCodec, PassedOn, passed_on_by
+from paceline.server.codec.remote import NOTHING_PASSED_ON, PassedOn, UndeclaredCodec, passed_on_by
 from paceline.server.errors import NotSupported, ServerStopping, as_value
 from paceline.server.memory.region_tensors import Inputs, TargetedInputs
 from paceline.server.models.model_lookup import ModelLookup
@@ -190,7 +190,7 @@ class Inference:
             for flight in flights:
                 flight.payload = PipelineRun(self.pipelines, flight, cast("Inputs", flight.payload))
         if 0 < model.max_batch_rows < flights[0].rows:
-            join = model.codec.join if isinstance(model.codec, OpenCodec) else None
+            join = model.codec.join if isinstance(model.codec, UndeclaredCodec) else None
             assert isinstance(model.batcher, Batcher)  # steps of sequences have one row
             for flight in flights:
                 model.in_parts(Parts(flight, model.batcher, join).task)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from paceline.backends.errors import ExecutionError
-from paceline.backends.remote_messages import RemoteRequest, decode_open, decode_response, encode_request
+from paceline.backends.remote_messages import RemoteRequest, decode_response, decode_undeclared, encode_request
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos.datatypes import DATATYPES
 from paceline.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -56,7 +56,7 @@ def test_echoed_batch_gives_each_request_its_own_tensors(made: tuple[ModelSpec, 
     wanted = range(len(spec.outputs))
     answer = echoed(encode_request("m", "", spec, requests, wanted))
     for one, result, opened in zip(
-        requests, decode_response(answer, spec, requests, wanted), decode_open(answer, requests), strict=True
+        requests, decode_response(answer, spec, requests, wanted), decode_undeclared(answer, requests), strict=True
     ):
         for sent, got, (name, _, array) in zip(one.inputs, result, opened, strict=True):
             assert name.startswith("t")
@@ -76,4 +76,4 @@ def test_answer_without_the_batchs_rows_is_refused(shape: tuple[int, ...]) -> No
     with pytest.raises(ExecutionError, match=r"'y': expected .*3.*, got"):
         decode_response(answer.SerializeToString(), spec, requests, [0])
     with pytest.raises(ExecutionError, match=r"'y': expected .*3.*, got"):
-        decode_open(answer.SerializeToString(), requests)
+        decode_undeclared(answer.SerializeToString(), requests)
