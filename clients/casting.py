@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_dtype, by_name
+from paceline.protos.datatypes import Datatype, UnknownDatatypeError, by_dtype
 from paceline.protos.tensors import bf16_from_float32
 
 Array = npt.NDArray[Any]
@@ -66,9 +66,9 @@ def cast(array: Array, datatype: Datatype) -> Array:
     """The array in a dtype that `datatype` is sent in; the same array if nothing changes.
 
     BF16 is returned as its bits: uint16 is taken for such bits, ml_dtypes' bfloat16 is returned as it is, and every
-    other number is rounded to the nearest BF16. Raises TypeError if no conversion makes sense (text to number or back),
-    and ValueError if a value would be lost: out of range, a fraction to an integer, an integer that FP16, FP32 or FP64
-    can't hold.
+    other number, whole ones included, is rounded to the nearest FP32, and that to the nearest BF16. Raises TypeError if
+    no conversion makes sense (text to number or back), and ValueError if a value would be lost: out of range, a
+    fraction to an integer, an integer that FP16, FP32 or FP64 can't hold.
     """
     if datatype.name == "BYTES":
         if not array.size:
@@ -80,13 +80,10 @@ def cast(array: Array, datatype: Datatype) -> Array:
                 raise TypeError(f"BYTES takes bytes or str, got {type(item).__name__}")
         return array
     if datatype.name == "BF16":
-        if array.dtype.name == "bfloat16" or (array.dtype.kind, array.dtype.itemsize) == ("u", 2):
-            return array
-        singles = cast(array, by_name("FP32"))
-        bits = bf16_from_float32(singles)
-        _refuse_overflow(singles, (bits & _BF16_MAGNITUDE) != _BF16_INFINITY, "BF16")
-        return bits
-    return array if array.dtype == datatype.dtype else _to_number(array, datatype)
+        is_ready = array.dtype.name == "bfloat16" or (array.dtype.kind, array.dtype.itemsize) == ("u", 2)
+    else:
+        is_ready = array.dtype == datatype.dtype
+    return array if is_ready else _to_number(array, datatype)
 
 
 def _to_number(array: Array, datatype: Datatype) -> Array:
@@ -96,6 +93,11 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
         elements = array.ravel().tolist() if array.dtype.kind in "OSU" else ()
         other = next((reprlib.repr(one) for one in elements if not isinstance(one, int | float)), array.dtype)
         raise TypeError(f"{datatype.name} takes numbers, got {other}")
+    if datatype.name == "BF16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            bits = bf16_from_float32(array.astype(np.float32))
+        _refuse_overflow(array, (bits & _BF16_MAGNITUDE) != _BF16_INFINITY, datatype.name)
+        return bits
     if datatype.dtype.kind == "f":
         with np.errstate(over="ignore", invalid="ignore"):
             floats: Array = array.astype(datatype.dtype)
