@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         "an answer that has no room in a front's memory is refused",
         "server/fronts/session.py",
-        "if size_bytes > self.link.size_bytes else None\n",
-        "if size_bytes > 2 * self.link.size_bytes else None\n",
+        "        if size_bytes <= self.link.size_bytes:\n",
+        "        if size_bytes <= 2 * self.link.size_bytes:\n",
         _FRONTS,
     ),
     Mutant(
