@@ -137,13 +137,13 @@ class Outputs:
         self.notes: dict[Any, Any] = {}
         self._data: dict[int, memoryview | None] = {}
 
-    def data(self, place: int) -> memoryview | None:
-        """The bytes of output `place`, row after row; None if its elements aren't plain contiguous bytes."""
-        if place not in self._data:
-            array = np.asarray(self.arrays[place])
+    def data(self, index: int) -> memoryview | None:
+        """The bytes of output `index`, row after row; None if its elements aren't plain contiguous bytes."""
+        if index not in self._data:
+            array = np.asarray(self.arrays[index])
             plain = array.flags.c_contiguous and not array.dtype.hasobject
-            self._data[place] = array.reshape(-1).view(np.uint8).data if plain else None
-        return self._data[place]
+            self._data[index] = array.reshape(-1).view(np.uint8).data if plain else None
+        return self._data[index]
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -160,22 +160,22 @@ class _Plan:
         `types` are those of all outputs. Those in `elsewhere` have no bytes in the response."""
         self._envelope = envelope
         self.more = envelope.more if envelope is not None else b""
-        self._fixed_sizes = all(types[place].item_bytes for place in wanted)
+        self._fixed_sizes = all(types[index].item_bytes for index in wanted)
         self._prefix = ModelInferResponse(
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
         self._size_bytes = len(self._prefix) + len(self.more)
-        # Place, dtype, the bytes before it, its size in bytes, that of a row, and whether it is in the response.
+        # Index, dtype, the bytes before it, its size in bytes, that of a row, and whether it is in the response.
         self._outputs: list[tuple[int, np.dtype[Any], bytes, int, int, bool]] = []
         # The bytes before a tensor.
         tag = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
-        for place, output in zip(wanted, made.outputs, strict=True):
-            is_here = place not in elsewhere
-            size_bytes = element_count(output.shape) * types[place].item_bytes
+        for index, output in zip(wanted, made.outputs, strict=True):
+            is_here = index not in elsewhere
+            size_bytes = element_count(output.shape) * types[index].item_bytes
             row_bytes = size_bytes // output.shape[0] if size_bytes and output.shape else 0
             bytes_here = size_bytes if is_here else 0
             tag += RAW_OUTPUT_TAG + varint(bytes_here)
-            self._outputs.append((place, types[place].dtype, tag, size_bytes, row_bytes, is_here))
+            self._outputs.append((index, types[index].dtype, tag, size_bytes, row_bytes, is_here))
             self._size_bytes += len(tag) + bytes_here
             tag = b""
         # The bytes before an id, by its length.
@@ -188,22 +188,22 @@ class _Plan:
             return None
         pieces: list[tuple[bytes, bytes | memoryview, int, int]] = []
         writes: list[tuple[Span, memoryview, int, int]] = []
-        for place, dtype, tag, size_bytes, row_bytes, is_here in self._outputs:
-            array = outputs.arrays[place]
+        for index, dtype, tag, size_bytes, row_bytes, is_here in self._outputs:
+            array = outputs.arrays[index]
             if array.dtype != dtype:
                 return None
             if not is_here and isinstance(array, DeviceTensor):
                 pieces.append((tag, b"", 0, 0))  # the instance's thread has put it where it belongs
                 continue
-            if (data := outputs.data(place)) is None:
+            if (data := outputs.data(index)) is None:
                 return None
             if is_here:
                 pieces.append((tag, data, size_bytes, row_bytes))
                 continue
             pieces.append((tag, b"", 0, 0))
-            if size_bytes > targets[place].byte_size:
+            if size_bytes > targets[index].byte_size:
                 return None
-            writes.append((targets[place], data, size_bytes, row_bytes))
+            writes.append((targets[index], data, size_bytes, row_bytes))
         return _BatchAnswers(self, pieces, writes)
 
     def start(self, id_bytes: int) -> bytes:

@@ -62,7 +62,7 @@ class KnownRequests:
         self._spec = spec
         self._regions = regions
         self._apart = apart
-        self._places = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+        self._indices = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         # By signature.
         self._plans = BoundedCache[bytes, _Plan]()
         self._layouts = BoundedCache[Hashable, PackedLayout]()
@@ -116,21 +116,21 @@ class KnownRequests:
         """Remember how to read requests with this signature, if nothing but their tensors has to be read. `group` is
         what was read of `request`."""
         options, read, targets = group.options, group.inputs[0], group.targets[0]
-        if options.classes or any(self._spec.inputs[self._places[tensor.name]].utf8 for tensor in request.inputs):
+        if options.classes or any(self._spec.inputs[self._indices[tensor.name]].utf8 for tensor in request.inputs):
             return
         inputs: list[_Raw] = []
         region_inputs: list[_InRegion] = []
         for tensor in request.inputs:
-            place, shape = self._places[tensor.name], tuple(tensor.shape)
-            datatype, one = by_name(self._spec.inputs[place].datatype), read[place]
+            index, shape = self._indices[tensor.name], tuple(tensor.shape)
+            datatype, one = by_name(self._spec.inputs[index].datatype), read[index]
             if isinstance(one, RegionTensor):
-                region_inputs.append(_InRegion(place, one.what, one.dtype, shape, one.place))
+                region_inputs.append(_InRegion(index, one.what, one.dtype, shape, one.place))
                 continue
             if REGION in tensor.parameters or tensor.HasField("contents"):
                 return  # its content matters, so it was read at once; or typed contents: nothing is raw here
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
-            inputs.append(_Raw(place, datatype, shape, size_bytes if plain else -1))
+            inputs.append(_Raw(index, datatype, shape, size_bytes if plain else -1))
         sizes = [*(one.size_bytes for one in inputs), *(one.where.byte_size for one in region_inputs)]
         size_bytes = sum(sizes) if min(sizes, default=0) >= 0 else options.size_bytes
         # One object for all requests that ask for the same, even if their signatures differ, as in the shared memory
@@ -142,7 +142,7 @@ class KnownRequests:
             tuple(inputs),
             tuple(region_inputs),
             tuple((index, span.place) for index, span in targets.items()),
-            len(self._places),
+            len(self._indices),
             self._options[what],
             None if region_inputs else self._layout(inputs),
             None if region_inputs or targets else self._nowhere,
@@ -152,9 +152,9 @@ class KnownRequests:
     def _layout(self, inputs: Sequence[_Raw]) -> PackedLayout | None:
         """The layout of the model's inputs, one object for all requests with the same. None if some inputs are left
         out, or their content has to be checked."""
-        if len(inputs) < len(self._places) or any(one.size_bytes < 0 for one in inputs):
+        if len(inputs) < len(self._indices) or any(one.size_bytes < 0 for one in inputs):
             return None
-        ordered = sorted(inputs, key=attrgetter("place"))
+        ordered = sorted(inputs, key=attrgetter("input"))
         tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
         if tensors not in self._layouts:
             self._layouts.remember(tensors, PackedLayout(tensors))
@@ -162,9 +162,9 @@ class KnownRequests:
 
 
 class _Raw(NamedTuple):
-    """One tensor of raw_input_contents: its place among the model's inputs, and what it is."""
+    """One tensor of raw_input_contents: its index among the model's inputs, and what it is."""
 
-    place: int
+    input: int
     datatype: Datatype
     shape: tuple[int, ...]
     size_bytes: int
@@ -172,9 +172,9 @@ class _Raw(NamedTuple):
 
 
 class _InRegion(NamedTuple):
-    """One tensor in a client's shared memory: its place among the model's inputs, what to call it, and what it is."""
+    """One tensor in a client's shared memory: its index among the model's inputs, what to call it, and what it is."""
 
-    place: int
+    input: int
     what: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -200,7 +200,7 @@ class _Plan:
     inputs: tuple[_Raw, ...]
     region_inputs: tuple[_InRegion, ...]
     targets: tuple[tuple[int, Place], ...]
-    places: int
+    model_inputs: int
     """How many inputs the model has."""
     options: RequestOptions
     layout: PackedLayout | None
@@ -211,23 +211,23 @@ class _Plan:
         have to be read one by one: there is no `layout`, or they don't have the sizes that the signature promised."""
         if self.layout is None or len(raw) != len(self.inputs):
             return None
-        starts = [0] * self.places
+        starts = [0] * self.model_inputs
         for one, (start, end) in zip(self.inputs, raw, strict=True):
             if one.size_bytes != end - start:
                 return None
-            starts[one.place] = start
+            starts[one.input] = start
         return tuple(starts)
 
     def locate(self, regions: Regions) -> _Located | None:
         """What these requests have in `regions`; None if some of it isn't there. Valid for all requests of the plan, as
         long as the names mean these regions."""
-        inputs: list[Input] = [MISSING] * self.places
+        inputs: list[Input] = [MISSING] * self.model_inputs
         targets: dict[int, Span] = {}
         used: set[Region] = set()
-        for place, what, dtype, shape, where in self.region_inputs:
+        for index, what, dtype, shape, where in self.region_inputs:
             if (region := where.find(regions)) is None:
                 return None
-            inputs[place] = RegionTensor(what, region, where.offset, dtype, shape)
+            inputs[index] = RegionTensor(what, region, where.offset, dtype, shape)
             used.add(region)
         for index, where in self.targets:
             if (region := where.find(regions)) is None:
@@ -244,14 +244,14 @@ class _Plan:
         if not raw:
             return located
         arrays: list[Input] = [*located]
-        for (place, datatype, shape, size_bytes), (start, end) in zip(self.inputs, raw, strict=True):
+        for (index, datatype, shape, size_bytes), (start, end) in zip(self.inputs, raw, strict=True):
             if size_bytes == end - start:
-                arrays[place] = np.ndarray(shape, datatype.dtype, data, start)
+                arrays[index] = np.ndarray(shape, datatype.dtype, data, start)
             elif size_bytes >= 0:
                 return None
             else:
                 try:
-                    arrays[place] = decode_raw(data[start:end], datatype, shape)
+                    arrays[index] = decode_raw(data[start:end], datatype, shape)
                 except TensorError:
                     return None
         return tuple(arrays)
