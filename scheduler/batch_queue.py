@@ -173,24 +173,23 @@ class BatchQueue(Generic[RequestT]):
         batches: list[Batch[RequestT]] = []
         unreachable: list[Unreachable[RequestT]] = []
         starts_ns = max(now_ns, starts_ns)
-        waiting, most = self.waiting, self.policy.max_batch_requests
         # Here nothing waits that is too late. Each pass takes one lane's batch; a lane that was given up, taken from or
         # postponed has been filed again, so the next pass sees who is first now.
         while len(batches) < idle + spare:
             if len(batches) >= idle:
                 # Only spare slots are left: what could still grow waits until an instance has ended its execution. This
                 # is a cheap check before the exact one.
-                if waiting.rows < self._allowance.rows and not 0 < most <= waiting.requests:
+                if not self._is_full(self.waiting):
                     break
                 starts_ns = max(now_ns, self._executing.first_end_ns(now_ns))
             lane = self._lanes.next_ready(now_ns)
             if lane is None:
                 break
-            if len(batches) >= idle and lane.rows < self._allowance.rows and not 0 < most <= lane.requests:
+            if len(batches) >= idle and not self._is_full(lane):
                 # A full lane mustn't overtake it either, or it could wait for ever.
                 self._lanes.make_ready(lane)
                 break
-            if self._awaits_returns and self._await_returns(lane, now_ns):
+            if self._awaits_returns and self._postpone(lane, now_ns):
                 continue
             if (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
@@ -298,9 +297,13 @@ class BatchQueue(Generic[RequestT]):
         self._timers.stop((request,))
         self.waiting.remove((request,))
 
-    def _await_returns(self, lane: Lane[RequestT], now_ns: int) -> bool:
+    def _is_full(self, waiting: Lane[RequestT] | Waiting) -> bool:
+        """Whether more requests could make the next batch of those `waiting` no larger."""
+        return waiting.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= waiting.requests
+
+    def _postpone(self, lane: Lane[RequestT], now_ns: int) -> bool:
         """Whether the lane is postponed, as callers that were just answered will soon make its batch worth more."""
-        if lane.rows >= self._allowance.rows:
+        if self._is_full(lane):
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
         first_ns = self._timers.first_rank()
