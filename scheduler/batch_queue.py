@@ -58,7 +58,6 @@ class BatchQueue(Generic[RequestT]):
         self._executing = Executing(self.latency, instances, policy.max_batch_rows)
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
-        self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
         self._lengths = policy.lengths
         self._arrived = 0
@@ -72,9 +71,9 @@ class BatchQueue(Generic[RequestT]):
         missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
         if not self._may_keep_idle or missing_rows <= 0:
             return 0
-        policies, policy = self._queue_policies, self._queue_policy
-        room = min([waiting.room(one, policies.get(one, policy).max_queue_size) for one in waiting.levels or (0,)])
-        if most := self.policy.max_batch_requests:
+        policy = self.policy
+        room = min([waiting.room(one, policy.queue_policy(one).max_queue_size) for one in waiting.levels or (0,)])
+        if most := policy.max_batch_requests:
             room = min(room, most - waiting.requests)
         fitting = -(-missing_rows * max(1, waiting.requests) // max(1, waiting.rows))
         return max(0, min(fitting, room - announced))
@@ -106,10 +105,10 @@ class BatchQueue(Generic[RequestT]):
         Returns why requests are refused, and nothing changes for these; None for others; nothing at all if none is.
         """
         first, requests = group[0], len(group)
-        rows, waiting, level, queue = first.rows, self.waiting, 0, self._queue_policy
+        rows, waiting, level, queue = first.rows, self.waiting, 0, self.policy.queue
         if self._has_levels:
             level = self.policy.level_of(first.priority)
-            queue = self._queue_policies.get(level, queue)
+            queue = self.policy.queue_policy(level)
         if not 0 < rows <= self._max_rows:
             return [RequestTooLarge(rows, self._max_rows) for _ in group]
         refusal: Refusal | None = waiting.full(

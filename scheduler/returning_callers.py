@@ -35,37 +35,37 @@ class ReturningCallers:
 
     def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
         """Note an arrival. One from before the last answers doesn't count: its caller got none of those."""
-        known = self._keys.get(hash(key))
-        if known is None or not 0 <= 4 * (now_ns - known.answered_ns) <= known.base_ns:
+        seen = self._keys.get(hash(key))
+        if seen is None or not 0 <= 4 * (now_ns - seen.answered_ns) <= seen.base_ns:
             return
-        for place, part in enumerate(_PARTS):
-            if part * (now_ns - known.answered_ns) <= known.base_ns:
-                known.arrivals[place] += rows
+        for number, part in enumerate(_PARTS):
+            if part * (now_ns - seen.answered_ns) <= seen.base_ns:
+                seen.arrivals[number] += rows
 
     def answered(self, key: Hashable, rows: int, base_ns: int, now_ns: int) -> None:
         """Note answers; `base_ns` is what a batch costs without its rows."""
-        known = self._keys.get(hash(key))
-        if known is None:
-            known = self._keys[hash(key)] = _Key()
+        seen = self._keys.get(hash(key))
+        if seen is None:
+            seen = self._keys[hash(key)] = _Key()
             if len(self._keys) > _MAX_KEYS:
                 self._keys.popitem(last=False)
-        elif known.answered_rows:
-            for place, came in enumerate(known.arrivals):
-                share = min(1.0, came / known.answered_rows)
-                known.shares[place] += _WEIGHT * (share - known.shares[place])
-        known.arrivals = [0] * len(_PARTS)
-        known.answered_ns, known.answered_rows, known.base_ns = now_ns, rows, base_ns
+        elif seen.answered_rows:
+            for number, came in enumerate(seen.arrivals):
+                share = min(1.0, came / seen.answered_rows)
+                seen.shares[number] += _WEIGHT * (share - seen.shares[number])
+        seen.arrivals = [0] * len(_PARTS)
+        seen.answered_ns, seen.answered_rows, seen.base_ns = now_ns, rows, base_ns
 
     def hold_until_ns(self, key: Hashable, waiting_rows: int, now_ns: int) -> int:
         """Until when an idle instance should wait for callers to return; if that isn't after `now_ns`, not at all."""
-        known = self._keys.get(hash(key))
-        if known is None or 4 * (now_ns - known.answered_ns) >= known.base_ns:
+        seen = self._keys.get(hash(key))
+        if seen is None or 4 * (now_ns - seen.answered_ns) >= seen.base_ns:
             return 0
         best, until_ns = 0.0, 0
-        for part, share, came in zip(_PARTS, known.shares, known.arrivals, strict=True):
-            left_ns = known.base_ns // part - (now_ns - known.answered_ns)
-            more = share * known.answered_rows - came
-            gain = more * known.base_ns - waiting_rows * left_ns
+        for part, share, came in zip(_PARTS, seen.shares, seen.arrivals, strict=True):
+            left_ns = seen.base_ns // part - (now_ns - seen.answered_ns)
+            more = share * seen.answered_rows - came
+            gain = more * seen.base_ns - waiting_rows * left_ns
             if share >= _MIN_SHARE and left_ns > 0 and more >= _MIN_MORE and gain > best:
                 best, until_ns = gain, now_ns + left_ns
         return until_ns
