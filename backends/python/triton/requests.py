@@ -7,8 +7,10 @@ with a call is an error in its response, as in Triton; only code that can't have
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -189,9 +191,12 @@ class InferenceRequest:
         return responses if decoupled else responses.only()
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
-        """The same, for coroutines."""
+        """The same, for coroutines. Reading the responses blocks, so their iterator comes with the first of them."""
         if decoupled:
-            return self.exec(decoupled)
+            awaited = _AwaitedAnswers()
+            responses = _Responses(self.calls, self._begin(awaited, decoupled), awaited)
+            await awaited.has_come.wait()
+            return responses
         answers = AsyncAnswers()
         number = self._begin(answers, decoupled)
         try:
@@ -224,6 +229,19 @@ class InferenceRequest:
         except CallFailed as error:
             answers.put((error, True))
             return 0
+
+
+class _AwaitedAnswers(SimpleQueue[Answer]):
+    """Answers from another thread, for whose first a coroutine waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.has_come = asyncio.Event()
+
+    def put(self, answer: Answer, block: bool = True, timeout: float | None = None) -> None:
+        super().put(answer, block, timeout)
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self.has_come.set)
 
 
 class _Responses:

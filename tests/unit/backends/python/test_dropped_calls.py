@@ -1,7 +1,8 @@
-"""Iterators over answers that a model drops before the last one, on whatever thread, holding whatever lock."""
+"""Iterators over answers: awaited, cancelled, or dropped before their end, on whatever thread, with whatever lock."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -62,3 +63,24 @@ def test_cancelled_iterator_withdraws_its_call_and_ends() -> None:
     assert last.error().code() == TritonError.CANCELLED
     link.unsaid.get_nowait()()
     assert link.sent[-1] == (CALL_OVER, 1)
+
+
+class LinkOfTwo(Link):
+    """Answers both calls when the second one is made."""
+
+    def send(self, kind: int, number: int, *content: object, parcel: object = None) -> bool:
+        if number == 2:
+            self.calls.hear((CALLED, 1, True, (), None, {}))
+        return number == 1 or super().send(kind, number, *content, parcel=parcel)
+
+
+async def test_awaited_iterator_comes_with_its_first_response() -> None:
+    InferenceRequest.calls = LinkOfTwo().calls
+    first, second = (
+        asyncio.ensure_future(InferenceRequest(model_name="m").async_exec(decoupled=True)) for _ in range(2)
+    )
+    await asyncio.sleep(0)  # both have been called, and the loop hasn't heard of their answers
+    assert not first.done()
+    responses: Any = await second
+    next(responses)
+    assert [*await first] == []  # type: ignore[misc]  # an iterator, as it is decoupled
