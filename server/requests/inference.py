@@ -270,9 +270,9 @@ class Inference:
         try:
             if flight.trail is not None:
                 flight.trail.on_success(flight.facts)
-            if self._tracer.active and (facts := flight.facts) is not None:
-                within = flight.within or ()
-                one = Answered.now(model.name, model.version, flight.message.id, flight.arrived_ns, facts, within)
+            if self._tracer.active:
+                name, version, began_ns = model.name, model.version, flight.arrived_ns
+                one = Answered.now(name, version, flight.message.id, began_ns, flight.facts, flight.within or ())
                 if (made_for := flight.made_for) is None:
                     self._tracer.record(one)
                 elif not made_for.ended:

@@ -172,24 +172,21 @@ class Answered(NamedTuple):
         version: str,
         request_id: str,
         began_ns: int,
-        facts: BatchFacts,
+        facts: BatchFacts | None,
         within: Sequence[Answered],
     ) -> Answered:
-        """One that arrived at `began_ns`. What a model doesn't report about its execution is left out. gRPC doesn't say
-        when it began to read, so that is when it was done; without it, Triton's summary of traces finds no request. Nor
-        does gRPC say when it has sent, so there is no GRPC_SEND_END."""
-        started_ns = facts.started_ns
-        times = {
-            "GRPC_WAITREAD_START": began_ns,
-            "GRPC_WAITREAD_END": began_ns,
-            "REQUEST_START": began_ns,
-            "QUEUE_START": started_ns - facts.queue_ns,
-            "COMPUTE_START": started_ns,
-        }
-        if isinstance(facts.executed, Execution):
-            times["COMPUTE_INPUT_END"] = started_ns + facts.executed.input_ns
-            times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
-        times["COMPUTE_END"] = started_ns + facts.compute_ns
+        """One that arrived at `began_ns`. What a model doesn't report about its execution is left out, and without
+        `facts` all of it: of one that was answered before its execution ended, or without any. gRPC doesn't say when it
+        began to read, so that is when it was done; without it, Triton's summary of traces finds no request. Nor does
+        gRPC say when it has sent, so there is no GRPC_SEND_END."""
+        times = dict.fromkeys(("GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"), began_ns)
+        if facts is not None:
+            times["QUEUE_START"] = facts.started_ns - facts.queue_ns
+            times["COMPUTE_START"] = facts.started_ns
+            if isinstance(facts.executed, Execution):
+                times["COMPUTE_INPUT_END"] = facts.started_ns + facts.executed.input_ns
+                times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
+            times["COMPUTE_END"] = facts.started_ns + facts.compute_ns
         times["INFER_RESPONSE_COMPLETE"] = times["GRPC_SEND_START"] = times["REQUEST_END"] = monotonic_ns()
         return cls(model, version, request_id, times, within)
 

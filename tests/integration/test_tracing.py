@@ -18,11 +18,14 @@ from paceline.server.app import Server
 from paceline.server.config import Settings
 from paceline.server.errors import StartError
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings
+from tests import open_puppet
 from tests.calling_puppet import write_caller
 from tests.ensembles import ensemble_config, write_ensemble
+from tests.integration.caching import CACHED
 from tests.integration.controlling import explicit, load
 from tests.integration.scripted import totals
 from tests.integration.serving import echo_model, failure_of, serving, write_model
+from tests.integration.streams import Stream
 from tests.wire import infer, rows_of_floats
 
 
@@ -58,6 +61,25 @@ async def test_failed_requests_are_not_traced_and_do_not_use_up_the_count(tmp_pa
         assert code is grpc.StatusCode.INTERNAL
         await served.infer(infer("m", {"a": rows_of_floats(1)}, id="good"))
     assert [name for name, _ in traces(tmp_path, "t.json.0")] == ["good"]
+
+
+async def test_requests_without_an_execution_of_their_own_are_traced(tmp_path: Path) -> None:
+    open_puppet.write(tmp_path / "models", "max_batch_size: 4")
+    write_model(tmp_path / "models", "echo", config=CACHED)
+    how = replace(settings(tmp_path), allow_python_models=True, cache_bytes=2**20)
+    async with serving(tmp_path / "models", {"echo": echo_model()}, settings=how) as served:
+        stream = Stream(served)
+        now = {"run": "send(1, True)"}
+        await stream.send(infer("m", {"x": np.array([[1]], np.int64)}, id="ends before execute", parameters=now))
+        await stream.message()
+        for id in ("executed", "kept"):
+            await served.infer(infer("echo", {"a": rows_of_floats(1)}, id=id))
+    found = dict(traces(tmp_path))
+    assert {id: "COMPUTE_START" in times for id, times in found.items()} == {
+        "ends before execute": False, "executed": True, "kept": False,
+    }  # fmt: skip
+    for times in found.values():
+        assert times["REQUEST_START"] <= times["REQUEST_END"]
 
 
 async def test_steps_of_an_ensemble_are_children_of_its_trace(tmp_path: Path) -> None:
