@@ -223,7 +223,7 @@ def cost_size(rows: int, sizes: Sequence[int]) -> int:
 
 class Executing:
     """The batches that have left and aren't done, each with when it is likely to end, of up to `max_rows` rows, on
-    `instances` instances. Which instance has which is known in `instances`."""
+    `instances` instances. Which instance has which, `Instances` knows."""
 
     def __init__(self, latency: LatencyModel, instances: int, max_rows: int) -> None:
         self._latency = latency
