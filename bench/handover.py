@@ -25,7 +25,7 @@ from paceline.clients.messages import infer_request
 from paceline.scheduler.answering import notify
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.wire_request import AnyRequest, RequestReader
+from paceline.server.codec.wire_request import AnyMessage, RequestReader
 from paceline.server.fronts.inference import FrontInference, Replies
 from paceline.server.fronts.session import FrontSession
 from paceline.server.models.layout import Layout
@@ -47,7 +47,7 @@ _BURSTS = (1, 8, 32)
 class _Request(InFlight):
     """One request of a burst, which is over when all of its requests are done."""
 
-    def __init__(self, over: asyncio.Future[None], left: list[int], request: AnyRequest) -> None:
+    def __init__(self, over: asyncio.Future[None], left: list[int], request: AnyMessage) -> None:
         super().__init__(request, NEVER, None, NO_PASSED_HEADERS)
         self._over = over
         self._left = left
@@ -66,7 +66,7 @@ async def _burst(through: InferenceSteps, read: RequestReader, data: bytes, size
     flights = []
     for _ in range(size):
         request = read(data)
-        assert isinstance(request, AnyRequest)
+        assert isinstance(request, AnyMessage)
         flights.append(_Request(over, left, request))
         through.announce(flights[-1])
     await over

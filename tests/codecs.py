@@ -10,13 +10,13 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import AnyResponse, ModelCodec
 from paceline.server.codec.known_requests import Group
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 
 __all__ = ["encoded", "encoded_as_message"]
 
 
 def encoded(
-    codec: ModelCodec, request: AnyRequest, group: Group, results: Any, envelope: Envelope | None = None
+    codec: ModelCodec, request: AnyMessage, group: Group, results: Any, envelope: Envelope | None = None
 ) -> AnyResponse:
     """The answer to `request`, which was read as `group`."""
     (answer,) = codec.encode(
@@ -31,7 +31,7 @@ def encoded(
     return answer
 
 
-def encoded_as_message(codec: ModelCodec, request: AnyRequest, group: Group, results: Any) -> pb.ModelInferResponse:
+def encoded_as_message(codec: ModelCodec, request: AnyMessage, group: Group, results: Any) -> pb.ModelInferResponse:
     """The answer as a message, as if not only raw outputs were wanted."""
     answer = encoded(codec, request, group._replace(options=replace(group.options, plain=False)), results)
     assert isinstance(answer, pb.ModelInferResponse)

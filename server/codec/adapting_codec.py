@@ -23,7 +23,7 @@ from paceline.server.codec.classification import Labels
 from paceline.server.codec.codec import AnyResponse, InputTensor, ModelCodec
 from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import RequestOptions, of_those_there
-from paceline.server.codec.wire_request import AnyRequest, step_in
+from paceline.server.codec.wire_request import AnyMessage, step_in
 from paceline.server.errors import InvalidRequest, ServerError
 from paceline.server.memory.region_tensors import Input, Inputs
 from paceline.server.memory.regions import Regions
@@ -82,7 +82,7 @@ class AdaptingCodec(ModelCodec):
             self._known = KnownRequests(spec, regions, self._apart)
 
     # hot path: see bench/
-    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+    def read(self, first: AnyMessage, more: Iterable[AnyMessage] = ()) -> Group:
         """As of any codec. Of a model with sequences, raises NoSequence for a request that is in none."""
         checked: list[SequenceStep] = []
         sequence = self._spec.sequence
@@ -97,7 +97,7 @@ class AdaptingCodec(ModelCodec):
         return Group(options, inputs, targets, steps)
 
     # hot path: see bench/
-    def _step(self, request: AnyRequest) -> SequenceStep:
+    def _step(self, request: AnyMessage) -> SequenceStep:
         """The step of a sequence that `request` is; its other parameters are checked. The checks are in Triton's order.
         Raises NoSequence, or InvalidRequest for an id that the model can't be told. Of a model that iterates, requests
         needn't be any."""
@@ -118,7 +118,7 @@ class AdaptingCodec(ModelCodec):
         return step
 
     # hot path: see bench/
-    def _good_steps(self, requests: Iterable[AnyRequest], steps: list[SequenceStep]) -> Iterator[AnyRequest]:
+    def _good_steps(self, requests: Iterable[AnyMessage], steps: list[SequenceStep]) -> Iterator[AnyMessage]:
         """Those of `requests` before the first whose step can't be, each after its step was added to `steps`."""
         for request in requests:
             try:
@@ -199,7 +199,7 @@ class AdaptingCodec(ModelCodec):
 class _Shown(NamedTuple):
     """A request to answer, `Answerable`."""
 
-    message: AnyRequest
+    message: AnyMessage
     options: RequestOptions
     value: Tensors
     targets: Targets

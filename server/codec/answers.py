@@ -24,7 +24,7 @@ from paceline.protos.tensors import element_count
 from paceline.protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.parameters import RequestOptions
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 from paceline.server.errors import GpuLost, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.memory.region_tensors import Span, set_shared_memory_parameters
@@ -60,7 +60,7 @@ class Answerable(Protocol):
     is to be in `envelope`, if that is set."""
 
     @property
-    def message(self) -> AnyRequest: ...
+    def message(self) -> AnyMessage: ...
 
     @property
     def options(self) -> RequestOptions | None: ...

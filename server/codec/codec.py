@@ -31,7 +31,7 @@ from paceline.server.codec.known_requests import Group, KnownRequests, Targets
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions, parse_parameters
 from paceline.server.codec.response_messages import ResponseMessages
 from paceline.server.codec.sizes import Sizes
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 from paceline.server.errors import InvalidRequest, value_or_error
 from paceline.server.memory.region_tensors import (
     NOWHERE,
@@ -99,7 +99,7 @@ class ModelCodec:
         self._looks_into_inputs = any(tensor.utf8 or tensor.shape_tensor for tensor in spec.inputs)
 
     # hot path: see bench/
-    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+    def read(self, first: AnyMessage, more: Iterable[AnyMessage] = ()) -> Group:
         """Check `first` against the model and read its tensors, and those of as many of `more` as ask for the same and
         are known.
 
@@ -117,7 +117,7 @@ class ModelCodec:
             self._known.learn(first.form.signature, message, group)
         return group
 
-    def _read_arrays(self, first: ArrayRequest, more: Iterable[AnyRequest]) -> Group:
+    def _read_arrays(self, first: ArrayRequest, more: Iterable[AnyMessage]) -> Group:
         """As `read`. Requests from within are known by their shapes, as each brings its datatypes and arrays; only
         texts are looked at in each of them."""
         signature, group = first.signature, None

@@ -27,7 +27,7 @@ from paceline.protos.wire import Data
 from paceline.scheduler.request import SequenceStep
 from paceline.server.bounded_cache import BoundedCache
 from paceline.server.codec.parameters import RequestOptions
-from paceline.server.codec.wire_request import AnyRequest, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, WireRequest
 from paceline.server.memory.region_tensors import NOWHERE, REGION, Input, Inputs, Place, RegionTensor, Span
 from paceline.server.memory.regions import Region, Regions, all_intact
 
@@ -70,7 +70,7 @@ class KnownRequests:
         self._nowhere = _Located([MISSING] * len(spec.inputs), NOWHERE, ())
 
     # hot path: see bench/
-    def read(self, first: WireRequest, more: Iterable[AnyRequest]) -> Group | None:
+    def read(self, first: WireRequest, more: Iterable[AnyMessage]) -> Group | None:
         """`first` and as many of `more` as ask for the same, as far as they are known. None if `first` isn't."""
         # A request with other options or another `apart`, that isn't known, or whose memory is gone, ends the group: it
         # is for its caller to begin the next one with.

@@ -28,7 +28,7 @@ from paceline.server.codec.answers import Answerable
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import is_reserved
-from paceline.server.codec.wire_request import AnyRequest, WireRequest, message_of
+from paceline.server.codec.wire_request import AnyMessage, WireRequest, message_of
 from paceline.server.errors import InvalidRequest, value_or_error
 
 _OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
@@ -57,7 +57,7 @@ class PassedOn(NamedTuple):
 NOTHING_PASSED_ON = PassedOn()
 
 
-def passed_on_by(request: AnyRequest, passed: PassedHeaders) -> PassedOn:
+def passed_on_by(request: AnyMessage, passed: PassedHeaders) -> PassedOn:
     """What `request` takes along; `passed` are the headers of its call."""
     is_plain = isinstance(request, WireRequest) and request.form.plain
     return PassedOn(passed.headers, passed.tracing, b"" if is_plain else _extras(message_of(request)))
@@ -97,7 +97,7 @@ class UndeclaredCodec:
         self._max_batch_rows = max_batch_rows
         self._codecs = BoundedCache[Hashable, tuple[ModelSpec, ModelCodec]]()
 
-    def read(self, first: AnyRequest, more: Iterable[AnyRequest] = ()) -> Group:
+    def read(self, first: AnyMessage, more: Iterable[AnyMessage] = ()) -> Group:
         """Read the tensors of `first` alone; the result's `options.spec` describes them. Raises InvalidRequest."""
         message = message_of(first)
         if (most := max(len(message.inputs), len(message.outputs))) > _MAX_TENSORS:

@@ -109,16 +109,17 @@ class WireRequest:
         return parse(ModelInferRequest, bytes(self.data))
 
 
-AnyRequest = ModelInferRequest | WireRequest | ArrayRequest
+AnyMessage = ModelInferRequest | WireRequest | ArrayRequest
+"""What was sent: parsed, in bytes, or arrays from within the server."""
 
 
-def message_of(request: AnyRequest) -> ModelInferRequest:
+def message_of(request: AnyMessage) -> ModelInferRequest:
     """`request` as a message, parsed if it wasn't; of one from within, without its tensors' contents."""
     return request if isinstance(request, ModelInferRequest) else request.message()
 
 
 # hot path: see bench/
-def step_in(request: AnyRequest) -> SequenceStep | None:
+def step_in(request: AnyMessage) -> SequenceStep | None:
     """What a request says of its sequence; None if nothing."""
     return step_of(request.parameters) if isinstance(request, ModelInferRequest) else request.step
 
@@ -159,7 +160,7 @@ class RequestReader:
         self._forms = BoundedCache[int, tuple[Form, ...]]()
 
     # hot path: see bench/
-    def __call__(self, data: Data) -> AnyRequest | Unread:
+    def __call__(self, data: Data) -> AnyMessage | Unread:
         """The request in `data`, or why it isn't read. Its tensors stay there, if it has a signature in common with an
         earlier one."""
         for form in self._forms.get(len(data), ()):
@@ -173,7 +174,7 @@ class RequestReader:
                     return self._parse(data)  # for protobuf's error text
         return self._read_fields(data)
 
-    def _read_fields(self, data: Data) -> AnyRequest | Unread:
+    def _read_fields(self, data: Data) -> AnyMessage | Unread:
         """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:

@@ -22,7 +22,7 @@ from paceline.scheduler.observer import Drop
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.answers import Pieces
 from paceline.server.codec.codec import AnyResponse, ModelCodec
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, Unread
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, Unread
 from paceline.server.errors import AnswerTooLarge
 from paceline.server.fronts.protocol import (
     MAX_INLINE_BYTES,
@@ -57,7 +57,7 @@ class FrontRequest(InFlight):
         session: FrontSession,
         number: int,
         takes_more: bool,
-        message: AnyRequest,
+        message: AnyMessage,
         deadline_ns: int,
         parent: TraceParent | None,
         passed: PassedHeaders,

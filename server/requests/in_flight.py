@@ -27,7 +27,7 @@ from paceline.server.codec.array_request import ArrayAnswer
 from paceline.server.codec.codec import AnyResponse
 from paceline.server.codec.known_requests import Targets
 from paceline.server.codec.parameters import RequestOptions
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 from paceline.server.errors import StepFailed, error_text, status_of
 from paceline.server.memory.region_tensors import NOWHERE, Inputs
 from paceline.server.models.ensemble_config import Runnable
@@ -130,7 +130,7 @@ class InFlight(Request[Payload, Tensors]):
 
     def __init__(
         self,
-        message: AnyRequest,
+        message: AnyMessage,
         deadline_ns: int,
         parent: TraceParent | None,
         passed: PassedHeaders,
@@ -197,7 +197,7 @@ class NextAnswer(Protocol):
     """An answer that isn't the last one to its request: a `PartialAnswer`, or one from another process. `failure`: the
     error in its place, for a stream to write."""
 
-    message: AnyRequest
+    message: AnyMessage
     failure: Failure | None
     answer: AnyResponse | None
 
@@ -215,7 +215,7 @@ class Call(InFlight):
     def __init__(
         self,
         inference: InferenceSteps,
-        message: AnyRequest,
+        message: AnyMessage,
         remaining_s: float | None,
         parent: TraceParent | None,
         passed: PassedHeaders,

@@ -26,8 +26,7 @@ from paceline.protos.tensors import encode_raw
 from paceline.scheduler.observer import FULL
 from paceline.scheduler.request import AnyRequest, OnAnswers
 from paceline.server.codec.parameters import is_reserved
-from paceline.server.codec.wire_request import AnyRequest as AnyMessage
-from paceline.server.codec.wire_request import step_in
+from paceline.server.codec.wire_request import AnyMessage, step_in
 from paceline.server.errors import as_value, status_of
 from paceline.server.memory.reading import read_now
 from paceline.server.memory.region_tensors import Inputs, RegionTensor

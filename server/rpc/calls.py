@@ -20,7 +20,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.policy import NEVER
 from paceline.server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
 from paceline.server.codec.parameters import is_reserved
-from paceline.server.codec.wire_request import AnyRequest, Unread
+from paceline.server.codec.wire_request import AnyMessage, Unread
 from paceline.server.config import Settings
 from paceline.server.errors import InvalidRequest, ServerStopping
 from paceline.server.requests.in_flight import answer_deadline_ns, failure_of
@@ -95,7 +95,7 @@ def answering(method: Method[GroupT, RequestT, ResponseT]) -> Method[GroupT, Req
 
 def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.StatusCode, str]:
     """The status and text that the caller of `rpc` gets for `error`, as `failure_of` says; a text that arrives."""
-    code, text = failure_of(error, request.model_name if isinstance(request, AnyRequest) else "", rpc)
+    code, text = failure_of(error, request.model_name if isinstance(request, AnyMessage) else "", rpc)
     return code, _sendable(text)
 
 

@@ -22,7 +22,7 @@ from paceline.protos import inference_pb2 as pb
 from paceline.server.call_facts import PassedHeaders, TraceParent
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.parameters import CANCEL, EMPTY_FINAL, UNORDERED
-from paceline.server.codec.wire_request import AnyRequest, Unread, WireRequest, message_of
+from paceline.server.codec.wire_request import AnyMessage, Unread, WireRequest, message_of
 from paceline.server.requests.in_flight import Failure, InferenceSteps, InFlight, NextAnswer
 from paceline.server.rpc.calls import (
     Context,
@@ -96,7 +96,12 @@ class _Flight(InFlight):
     takes_more = True
 
     def __init__(
-        self, stream: _Stream, message: AnyRequest, deadline_ns: int, parent: TraceParent | None, passed: PassedHeaders
+        self,
+        stream: _Stream,
+        message: AnyMessage,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        passed: PassedHeaders,
     ) -> None:
         super().__init__(message, deadline_ns, parent, passed)
         self.stream = stream
@@ -209,7 +214,7 @@ class _Stream:
         self._wake_writer()
 
     # hot path: see bench/
-    def _take(self, request: AnyRequest | Unread) -> None:
+    def _take(self, request: AnyMessage | Unread) -> None:
         unordered = False
         if type(request) is not WireRequest or not request.form.plain:
             if isinstance(request, Unread):
@@ -236,7 +241,7 @@ class _Stream:
         self._announce(flight)
 
     # hot path: see bench/
-    def _flight(self, request: AnyRequest) -> _Flight:
+    def _flight(self, request: AnyMessage) -> _Flight:
         flight = _Flight(self, request, self._deadline_ns, self._parent, self._passed)
         self._flights.add(flight)
         return flight
@@ -350,7 +355,7 @@ def _serialized(message: pb.ModelStreamInferResponse, *, final: bool) -> bytes:
     return message.SerializeToString()
 
 
-def _failure_message(request: AnyRequest, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:
+def _failure_message(request: AnyMessage, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:
     """An error as a message of the stream: its text and, for clients that look, its status and which request it is
     for."""
     message = pb.ModelStreamInferResponse(error_message=text or code.name)

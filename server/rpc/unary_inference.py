@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.wire_request import AnyRequest, message_of
+from paceline.server.codec.wire_request import AnyMessage, message_of
 from paceline.server.requests.in_flight import Call, InferenceSteps
 from paceline.server.rpc.calls import Context, HeaderRules, add_headers, answering, traceparent_of
 
@@ -25,7 +25,7 @@ class UnaryInference:
 
     # hot path: see bench/
     @answering
-    def ModelInfer(self, request: AnyRequest, context: Context) -> Awaitable[bytes]:
+    def ModelInfer(self, request: AnyMessage, context: Context) -> Awaitable[bytes]:
         rules = self._rules
         if rules.forwards:
             request = message_of(request)

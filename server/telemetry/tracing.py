@@ -19,7 +19,7 @@ from paceline.backends.base import Execution
 from paceline.backends.installed import how_to_install
 from paceline.scheduler.request import BatchFacts
 from paceline.server.call_facts import TraceParent
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 from paceline.server.errors import StartError, error_text, status_of
 from paceline.server.telemetry.log import debugging
 from paceline.server.telemetry.trace_settings import TraceConfig, TraceSettings, TraceStore
@@ -197,7 +197,7 @@ class RequestWatch:
 
     __slots__ = ("_began_ns", "_id", "_model", "_rows", "_version", "span")
 
-    def __init__(self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
+    def __init__(self, request: AnyMessage, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
         self._began_ns = began_ns
         self._model = request.model_name[:_MAX_CHARACTERS]
         self._version = request.model_version[:_MAX_CHARACTERS]

@@ -17,7 +17,7 @@ from paceline.protos.inference_pb2 import InferTensorContents, ModelInferRequest
 from paceline.protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import parse_parameters
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest, message_of
 from paceline.server.errors import ServerError
 from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
@@ -76,7 +76,7 @@ def _infer() -> Callable[[bytes], None]:
     return run
 
 
-def _taken_apart(read: RequestReader, data: bytes) -> AnyRequest:
+def _taken_apart(read: RequestReader, data: bytes) -> AnyMessage:
     """The request as read the second time."""
     request = read(data)
     request = read(data) if not isinstance(request, WireRequest) else request
@@ -84,7 +84,7 @@ def _taken_apart(read: RequestReader, data: bytes) -> AnyRequest:
     return request
 
 
-def _like(request: AnyRequest) -> bytes:
+def _like(request: AnyMessage) -> bytes:
     """A request with other tensors, mostly of the same sizes, and another id."""
     like = ModelInferRequest()
     like.CopyFrom(message_of(request))
@@ -94,7 +94,7 @@ def _like(request: AnyRequest) -> bytes:
     return like.SerializeToString()
 
 
-def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
+def _outcome(model: FuzzedModel, request: AnyMessage) -> object:
     """The answer, or how the request was refused.
 
     A request that is admitted can be executed, alone and beside another of its key, with the same outcome.

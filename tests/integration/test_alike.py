@@ -17,7 +17,7 @@ from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.scheduler.errors import QueueFull
 from paceline.scheduler.waiting import SharedQueueLimits
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
 from paceline.server.models.load_queue import LoadQueue
 from paceline.server.models.repository import Repository
@@ -45,7 +45,7 @@ class Sender:
         self.served = served
         self.read = RequestReader()
 
-    def of(self, mark: float, request_id: str = "", columns: int = 2, **parameters: int) -> AnyRequest:
+    def of(self, mark: float, request_id: str = "", columns: int = 2, **parameters: int) -> AnyMessage:
         message = request(mark, columns=columns)
         message.id = request_id
         for name, value in parameters.items():
@@ -54,13 +54,13 @@ class Sender:
         assert not isinstance(read, Exception)
         return read
 
-    async def learn(self, *requests: AnyRequest) -> None:
+    async def learn(self, *requests: AnyMessage) -> None:
         """Send requests like these often enough for the next ones to take the short way."""
         for _ in range(3):
             for one in requests:
                 await called(self.served.server.inference, one)
 
-    async def stream(self, *requests: AnyRequest | Exception) -> list[pb.ModelStreamInferResponse]:
+    async def stream(self, *requests: AnyMessage | Exception) -> list[pb.ModelStreamInferResponse]:
         context = Context(requests)
         await self.served.server._streaming.ModelStreamInfer(None, context)
         return context.written
@@ -240,7 +240,7 @@ async def test_requests_that_cannot_be_submitted_together_are_submitted_one_by_o
     inference, read = Inference(repository), RequestReader()
     inference.serving = True
 
-    def of(mark: float) -> AnyRequest:
+    def of(mark: float) -> AnyMessage:
         one = read(request(mark).SerializeToString())
         assert not isinstance(one, Exception)
         return one

@@ -9,7 +9,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.protos import inference_pb2 as pb
 from paceline.server.call_facts import NO_PASSED_HEADERS
-from paceline.server.codec.wire_request import AnyRequest
+from paceline.server.codec.wire_request import AnyMessage
 from paceline.server.requests.in_flight import Call, InferenceSteps
 from paceline.server.rpc.handlers import serialized
 
@@ -36,6 +36,6 @@ class Context:
         self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
 
 
-async def called(inference: InferenceSteps, request: AnyRequest, remaining_s: float | None = None) -> bytes:
+async def called(inference: InferenceSteps, request: AnyMessage, remaining_s: float | None = None) -> bytes:
     """The answer to a request sent as its own call."""
     return await Call(inference, request, remaining_s, None, NO_PASSED_HEADERS).response()

@@ -21,7 +21,7 @@ from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.answers import Envelope
 from paceline.server.codec.codec import ModelCodec, memory_bytes
 from paceline.server.codec.known_requests import Group
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest, RegionNotFound, ServerError
 from paceline.server.memory.region_tensors import RegionTensor
 from paceline.server.memory.regions import Regions
@@ -68,7 +68,7 @@ def shape_of(draw: st.DrawFn, tensor: TensorSpec, rows: int, spec: ModelSpec) ->
     return (rows, *dims) if spec.batched else tuple(dims)
 
 
-def outcome(codec: ModelCodec, request: AnyRequest) -> Group | str:
+def outcome(codec: ModelCodec, request: AnyMessage) -> Group | str:
     try:
         return codec.read(request)
     except InvalidRequest as error:
@@ -278,7 +278,7 @@ def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
 
 
 def outcome_of(
-    codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject, encode: Callable[..., Any]
+    codec: ModelCodec, request: AnyMessage, result: Array, memory: SharedObject, encode: Callable[..., Any]
 ) -> list[Any]:
     """What happens to a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
     decoded = settled(lambda: codec.read(request))

@@ -18,7 +18,7 @@ from paceline.scheduler.errors import NoSequence
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.parameters import step_of
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest, NotSupported, ServerError
 from tests.lengths import LONG
 from tests.wire import infer, rows_of_floats
@@ -69,7 +69,7 @@ def codec(*, steps: bool) -> ModelCodec:
     return codec_for("m", "1", ModelSpec(inputs, outputs, True, sequence=SequenceSpec() if steps else None), 4)
 
 
-def outcome(codec: ModelCodec, request: AnyRequest) -> Any:
+def outcome(codec: ModelCodec, request: AnyMessage) -> Any:
     try:
         group = codec.read(request)
     except (InvalidRequest, NotSupported, NoSequence) as error:

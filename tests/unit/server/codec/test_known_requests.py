@@ -15,7 +15,7 @@ from paceline.server.codec.answers import AnswerPlans, Envelope
 from paceline.server.codec.codec import ModelCodec
 from paceline.server.codec.known_requests import Group
 from paceline.server.codec.parameters import NO_PARAMETERS, RequestOptions
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
 from paceline.server.limits import LARGEST_MESSAGE_BYTES
 from paceline.server.memory.cuda_region import CudaRegions
@@ -55,7 +55,7 @@ class Sender:
         self.codec = ModelCodec("m", "1", spec, 8, regions=regions)
         self.read = RequestReader()
 
-    def learned(self, message: pb.ModelInferRequest) -> AnyRequest:
+    def learned(self, message: pb.ModelInferRequest) -> AnyMessage:
         data = message.SerializeToString()
         for _ in range(3):
             read = self.read(data)
@@ -63,13 +63,13 @@ class Sender:
             self.codec.read(read)
         return read
 
-    def group(self, *requests: AnyRequest) -> Group | None:
+    def group(self, *requests: AnyMessage) -> Group | None:
         """As many of the first requests as are known and ask for the same; None if the first one has to be parsed."""
         first, *more = requests
         assert isinstance(first, WireRequest)
         return self.codec._known.read(first, more)
 
-    def together(self, *requests: AnyRequest) -> int:
+    def together(self, *requests: AnyMessage) -> int:
         """How many those are."""
         found = self.group(*requests)
         return len(found.inputs) if found is not None else 0
@@ -161,7 +161,7 @@ def test_tensor_offsets_are_found_again_when_the_model_has_another_order_of_inpu
     assert _values(before, request) == [[[0, 1]], [[5, 6]]]
 
 
-def _values(sender: Sender, request: AnyRequest) -> list[object]:
+def _values(sender: Sender, request: AnyMessage) -> list[object]:
     """The values of a request's inputs, the same whether it is decoded with one like it or alone."""
     found = sender.group(request, request)
     assert found is not None

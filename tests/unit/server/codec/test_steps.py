@@ -15,7 +15,7 @@ from paceline.scheduler.errors import NoSequence
 from paceline.scheduler.request import SequenceStep
 from paceline.server.codec.adapting_codec import codec_for
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
 from paceline.server.rpc.handlers import serialized
 from tests.codecs import encoded, encoded_as_message
@@ -45,7 +45,7 @@ class Known:
         self.codec = codec
         self._read = RequestReader()
 
-    def of(self, message: pb.ModelInferRequest) -> AnyRequest:
+    def of(self, message: pb.ModelInferRequest) -> AnyMessage:
         for _ in range(2):
             read = self._read(message.SerializeToString())
             assert not isinstance(read, Exception)

@@ -11,7 +11,7 @@ from paceline.backends.batching import Outputs, Share
 from paceline.backends.spec import ModelSpec, TensorSpec
 from paceline.protos import inference_pb2 as pb
 from paceline.server.codec.codec import ModelCodec
-from paceline.server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from paceline.server.codec.wire_request import AnyMessage, RequestReader, WireRequest
 from paceline.server.errors import InvalidRequest
 from paceline.server.memory.regions import Regions
 from paceline.server.memory.system_region import open_system_region
@@ -44,7 +44,7 @@ def wanted_there() -> pb.ModelInferRequest:
     return message
 
 
-def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyRequest:
+def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyMessage:
     """A request like earlier ones, which needn't be made into a message."""
     read = RequestReader()
     for _ in range(3):
