@@ -171,13 +171,15 @@ class _Execution:
         while searches and len(failing) > 1:
             # Among `failing` is a row at fault, whose `error` is known if it was a call; nothing is known of `aside`.
             part, others = np.split(failing, [len(failing) // (_PARTS if len(failing) > _FEW_ROWS else 2)])
-            if why := await self._attempt(part):
+            if (why := await self._attempt(part)) is not None:
                 failing, error = part, why
                 aside.append(others)
             else:
                 failing, error = others, None
         if len(failing) == 1:
-            if error := error or await self._attempt(failing):
+            if error is None:
+                error = await self._attempt(failing)
+            if error is not None:
                 self._fail(failing, error)
             left = np.sort(np.concatenate(aside))
             if not len(left) or (error := await self._attempt(left)) is None:
@@ -190,8 +192,9 @@ class _Execution:
             has_failed = await self.solve(part, searches=not has_failed)
         return True
 
-    async def _attempt(self, places: Places) -> InferenceError | None:
-        """Has them computed, or returns why that fails."""
+    async def _attempt(self, places: Places) -> str | None:
+        """Has them computed, or returns why that fails. The error itself would keep the frames that it has passed, and
+        so the results, until the garbage collector comes."""
         rows, tally = self._rows, self._tally
         sizes, elements = rows.common_sizes(places), 0
 
@@ -204,7 +207,7 @@ class _Execution:
         try:
             outputs = await self._calls(self._unit, inputs)
         except InferenceError as error:
-            return error
+            return error.message
         self.results.computed.append(Computed(places, outputs, sizes))
         tally.executions += 1
         tally.rows_executed += len(places)
@@ -212,6 +215,6 @@ class _Execution:
         tally.filled_elements += elements - rows.elements(places) if sizes else 0
         return None
 
-    def _fail(self, places: Places, error: InferenceError) -> None:
-        self.results.failed.append(Failed(int(places[0]), error.message))
+    def _fail(self, places: Places, error: str) -> None:
+        self.results.failed.append(Failed(int(places[0]), error))
         self._on_failed(self.results.failed[-1])
