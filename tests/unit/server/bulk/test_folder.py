@@ -299,12 +299,10 @@ def test_file_in_place_of_a_folder_is_refused(tmp_path: Path, path: str) -> None
 
 
 def test_folder_without_permission_is_refused() -> None:
-    with (
-        open_folder() as path,
-        unprivileged(),
-        pytest.raises(BulkError, match="out can't be written: Permission denied"),
-    ):
-        JobFolder(str(path / "out")).open(FINGERPRINT, FILES, never)
+    with open_folder() as path:
+        path.chmod(0o555)
+        with unprivileged(), pytest.raises(BulkError, match="out can't be written: Permission denied"):
+            JobFolder(str(path / "out")).open(FINGERPRINT, FILES, never)
 
 
 def test_full_disk_costs_the_unit_alone(tmp_path: Path) -> None:
