@@ -33,10 +33,11 @@ _STORAGE, _SERVICE = "STORAGE_URI", "INFERENCE_SERVICE_NAME"
 
 class ModelPath(click.Path):
     """Where models are, as a `Path`. Refused are URLs, and an empty path, as from an empty variable or a stray colon:
-    it would mean the folder that the server is started in."""
+    it would mean the folder that the server is started in. One that can't be read is refused by whoever opens it, like
+    one that is missing."""
 
     def __init__(self) -> None:
-        super().__init__(path_type=Path)
+        super().__init__(path_type=Path, readable=False)
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
