@@ -31,13 +31,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pyarrow as pa
 import pyarrow.parquet as pq
 from onnx import TensorProto, helper, numpy_helper
 
 from bench import text_model
 from bench.lengths import packed_per_s
+from bench.sessions import open_session
 from bench.stats import spread
 from bench.steps import run_module
 from paceline.server.bulk.job import Job
@@ -118,12 +118,11 @@ def bare_rows_per_s(file: Path, seconds: float) -> dict[str, float]:
     feeds = {"x": np.random.default_rng(0).standard_normal((_BATCHES[-1], _WIDTH), np.float32)}
     feeds["k"] = np.zeros(_BATCHES[-1], np.int64)
     for count in sorted({1, max(1, cpus // 2), cpus}):
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = max(1, cpus // count)
-        sessions = [ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"]) for _ in range(count)]
+        threads = max(1, cpus // count)
+        sessions = [open_session(file, threads=threads) for _ in range(count)]
         for rows in _BATCHES:
             batch = {name: array[:rows] for name, array in feeds.items()}
-            key = f"{count} x {options.intra_op_num_threads}, {rows} rows"
+            key = f"{count} x {threads}, {rows} rows"
             found[key] = _looped(sessions, batch, rows, seconds)
     return found
 

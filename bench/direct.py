@@ -15,13 +15,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
+from bench.sessions import open_session
+
 __all__ = ["rows_per_s"]
-
-
-def _open(model: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
 
 def rows_per_s(session: ort.InferenceSession, rows: int, seconds: float) -> float:
@@ -45,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", nargs="*", type=int, default=[1, 8, 16, 32, 64], help="batch sizes")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size (default: %(default)s)")
     got = parser.parse_args(arguments)
-    session = _open(got.model)
+    session = open_session(got.model)
     print(json.dumps({rows: rows_per_s(session, rows, got.seconds) for rows in got.rows}), flush=True)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.generation_requests import Wanted
+from bench.sessions import open_session
 from bench.steps import BenchError
 from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.decoder_block import GONE, Run
@@ -32,18 +33,9 @@ from paceline.backends.spec import ModelSpec, Tensors
 from paceline.scheduler.iterations import Iterations, StepCosts
 from tests.wire import Array
 
-__all__ = ["Callers", "answers", "in_closed_loop", "main", "open_session", "tokens_per_s"]
+__all__ = ["Callers", "answers", "in_closed_loop", "main", "tokens_per_s"]
 
 _WARMUP_S = 3.0
-
-
-def open_session(file: Path, threads: int) -> ort.InferenceSession:
-    """`threads`: 0 for as many as cores. Libraries beside the file have operators that it may need."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    for library in file.parent.glob("*.so"):
-        options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 def answers(session: ort.InferenceSession, batch: Sequence[Wanted]) -> list[list[int]]:
@@ -199,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the session, 0 for as many as cores")
     got = parser.parse_args(arguments)
     asked = [[Wanted(*pair) for pair in batch] for batch in json.loads(got.asked.read_text())]
-    session = open_session(got.file, got.threads)
+    session = open_session(got.file, got.device, got.threads)
     if got.callers:
         print(json.dumps(in_closed_loop(session, asked, got.seconds)))
     else:

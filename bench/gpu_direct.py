@@ -1,6 +1,6 @@
 """The ceiling on a GPU: the model without a server, with bound tensors, in one process.
 
-Lives here: `session.run_with_iobinding` in a loop. Must not: use the product, except to find CUDA's libraries. It reads
+Lives here: `session.run_with_iobinding` in a loop. Must not: use the product. It reads
 lines and answers each with a line of JSON: `measure SECONDS` with tensors that stay on the device, and that are copied
 there from the host's memory and back each time; `change SECONDS` with batches that follow smaller ones. A run ends when
 the device has finished: ONNX Runtime waits for it.
@@ -20,31 +20,14 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from paceline.backends.onnx.sessions import prepare_cuda
+from bench.sessions import open_session
 
-__all__ = ["Bound", "open_session"]
+__all__ = ["Bound"]
 
 _RAMP_S = 0.3
 """Not counted before each measurement: a GPU that was idle raises its clocks first."""
 _FEWEST = 3
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-
-
-def open_session(model: Path, device: str, graphs: bool) -> ort.InferenceSession:
-    """A session with the product's own options: the convolutions' algorithm by HEURISTIC, one thread. `graphs`: runs
-    after the first are replays of a CUDA graph, so tensors have to stay where they are."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if device == "cuda":
-        prepare_cuda()
-        settings = {"cudnn_conv_algo_search": "HEURISTIC", "device_id": "0", "enable_cuda_graph": str(int(graphs))}
-        providers.insert(0, ("CUDAExecutionProvider", settings))
-    session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
-    if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
-        sys.exit("onnxruntime couldn't use the GPU")
-    return session
 
 
 class Bound:
@@ -110,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--graphs", action="store_true", help="replay a CUDA graph; batches of other sizes can't run")
     got = parser.parse_args(arguments)
-    session, batch = open_session(got.model, got.device, got.graphs), np.load(got.batch)
+    session, batch = open_session(got.model, got.device, graphs=got.graphs), np.load(got.batch)
     whole = Bound(session, batch, got.device)
     whole.run()
     print("{}", flush=True)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from bench.sessions import instance_group
 from paceline.protos.inference_pb2 import ModelInferRequest
 from tests import models
 from tests.wire import Array
@@ -227,10 +228,9 @@ def add(model: GpuModel, file: Path, repository: Path, device: str, *, graphs: b
     sizes = ",".join(map(str, model.sizes))
     parameters: Mapping[str, str] = {"paceline.batch_sizes": sizes, "intra_op_thread_count": "1"}
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
-    kind = "KIND_CPU" if device == "cpu" else "KIND_GPU"
     (place / "config.pbtxt").write_text(
         f"max_batch_size: {model.batch_rows} dynamic_batching {{ }} "
-        f"instance_group {{ kind: {kind} count: 1 }} {' '.join(lines)} {_GRAPHS if graphs else ''}\n"
+        f"{instance_group(device)} {' '.join(lines)} {_GRAPHS if graphs else ''}\n"
     )
 
 

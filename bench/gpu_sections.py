@@ -19,6 +19,7 @@ from bench.gpu_plan import Found, Plan, say
 from bench.gpu_processes import LoadGenerators, serving
 from bench.load import GENERATOR
 from bench.scenario import Reach
+from bench.sessions import open_session
 from bench.stats import ratio, spread
 from bench.summary import Comparison, Section
 from paceline.clients.messages import infer_request
@@ -54,7 +55,7 @@ def check_answers(
 def _answered(server: ServerProcess, model: GpuModel, file: Path, found: Found) -> float:
     """The largest deviation of single requests, and of so many at once that they fill three batches: then they share
     batches, and both slots are used."""
-    reference = gpu_steps.open_reference(file)
+    reference = open_session(file, threads=0)
     several = range(3 * model.batch_rows // model.few_rows)
     alone = [gpu_steps.deviation(server, model, reference, model.rows, [seed]) for seed in range(2)]
     found.add(f"{model.name}, {model.rows} rows alone", max(alone, key=lambda one: one["deviation"]))

@@ -34,7 +34,6 @@ __all__ = [
     "deviation",
     "first_request",
     "gpu_region",
-    "open_reference",
     "region",
     "requests_of",
     "saturation",
@@ -46,13 +45,6 @@ _SOURCES = 16
 _PARTS = {"input": "input", "model": "infer", "output": "output"}
 """The parts of a batch, and the metrics' names for them."""
 _ANSWER_S = 60.0
-
-
-def open_reference(file: Path) -> ort.InferenceSession:
-    """The model on the CPU."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 def deviation(

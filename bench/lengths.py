@@ -22,11 +22,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
-
 from bench import text_model
 from bench.figures import COLORS, pyplot, save
 from bench.load import closed, open_loop
+from bench.sessions import open_session
 from bench.stats import spread
 from bench.steps import run_module
 from tests.harness import ServerProcess
@@ -43,9 +42,7 @@ _DEADLINE_S = 30.0
 def packed_per_s(file: Path, sizes: Sequence[int], seconds: float) -> dict[int, float]:
     """Texts per second of one thread, by rows of a batch: sorted by length, nothing but `session.run`. Each size is
     measured over all texts, again and again until `seconds` have passed."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    session = open_session(file)
     found, ordered = {}, sorted(sizes)
     for rows in _SIZES:
         batches = [text_model.feeds(ordered[at : at + rows]) for at in range(0, len(ordered), rows)]

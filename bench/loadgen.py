@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench import gpu_models
 from bench.gpu_models import GpuModel, Sizes
 from bench.loadgen_client import HOME
+from bench.sessions import open_session
 from bench.stats import spread
 from bench.steps import BenchError, run_module
 from tests.harness import ServerProcess
@@ -54,7 +54,7 @@ def highest(is_valid: Callable[[float], bool], most: float, steps: int) -> float
 def samples(model: GpuModel, file: Path, folder: Path) -> None:
     """Requests of one row for the model, in `folder`, with the outputs that `session.run` has for each alone."""
     folder.mkdir()
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    session = open_session(file, threads=0)
     expected = []
     for number, row in enumerate(gpu_models.batch_of(model, _SAMPLES)):
         request = gpu_models.request(model, row[np.newaxis])

@@ -23,6 +23,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.echo import Echo, run
 from bench.models import INPUT, MAX_ROWS, OUTPUT
+from bench.sessions import open_session
 from paceline.protos import inference_pb2 as pb
 
 __all__ = ["Naive"]
@@ -65,12 +66,7 @@ class Naive(Echo):
 
     def __init__(self, files: dict[str, Path]) -> None:
         super().__init__()
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        self._sessions = {
-            name: ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            for name, file in files.items()
-        }
+        self._sessions = {name: open_session(file) for name, file in files.items()}
         self._lanes: dict[tuple[str, tuple[int, ...]], _Lane] = {}
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from onnx import helper, numpy_helper
 
+from bench.sessions import open_session
 from paceline.clients.messages import infer_request
 from tests import models
 from tests.wire import Array
@@ -33,7 +33,6 @@ __all__ = [
     "alone",
     "messages",
     "plain_message",
-    "session",
     "write_fixed",
     "write_growing",
 ]
@@ -254,16 +253,9 @@ def messages(model: Recurrent, number: int, steps: int) -> list[bytes]:
     return made
 
 
-def session(file: Path) -> ort.InferenceSession:
-    """The model on one thread."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-
-
 def alone(model: Recurrent, file: Path, steps: Sequence[dict[str, Array]]) -> list[Array]:
     """The output of each step of a sequence, run without a server and without others."""
-    running, state, found = session(file), model.first, []
+    running, state, found = open_session(file), model.first, []
     for inputs in steps:
         output, state = running.run([model.output, model.state[1]], {**inputs, model.state[0]: state})
         found.append(output)

@@ -16,10 +16,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from bench.sessions import instance_group
 from paceline.clients.messages import infer_request
 from tests.wire import Array
 
-__all__ = ["FULL", "IDS", "MASK", "QUICK", "Sizes", "add", "feeds", "lengths", "request", "write"]
+__all__ = ["BERT_BASE", "FULL", "IDS", "MASK", "QUICK", "Sizes", "add", "feeds", "lengths", "request", "write"]
 
 IDS, MASK, OUTPUT = "input_ids", "attention_mask", "embedding"
 _WORDS = 1_000
@@ -35,6 +36,7 @@ class Sizes:
 
 
 FULL = Sizes(layers=4, hidden=256, heads=4)
+BERT_BASE = Sizes(layers=12, hidden=768, heads=12)
 QUICK = Sizes(layers=1, hidden=16, heads=2)
 
 
@@ -116,13 +118,14 @@ def write(folder: Path, sizes: Sizes = FULL) -> Path:
     return path
 
 
-def add(name: str, file: Path, repository: Path, *, pads: bool) -> None:
-    """Put the encoder into a repository as model `name`, on one thread: its lengths are found, or left alone."""
+def add(name: str, file: Path, repository: Path, device: str = "cpu", *, pads: bool) -> None:
+    """Put the encoder into a repository as model `name`, on a device, of a CPU one thread: its lengths are found, or
+    left alone."""
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "1" / "model.onnx").symlink_to(file)
     off = "" if pads else 'parameters { key: "paceline.pad" value { string_value: "off" } }'
     (repository / name / "config.pbtxt").write_text(
-        'backend: "onnxruntime" max_batch_size: 32 dynamic_batching { } instance_group { kind: KIND_CPU count: 1 } '
+        f'backend: "onnxruntime" max_batch_size: 32 dynamic_batching {{ }} {instance_group(device)} '
         f'parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }} {off}'
     )
 

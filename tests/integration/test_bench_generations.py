@@ -9,6 +9,7 @@ from typing import Any
 
 from bench import generation_arrivals, generation_direct, generation_requests, generations, generations_inside
 from bench.generation_requests import Lengths, Wanted
+from bench.sessions import open_session
 from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
 from tests.decoder_models import TINY
@@ -72,7 +73,7 @@ def test_time_of_the_stepping_thread_is_told_apart() -> None:
 def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:
     folder = decoder_models.write(DECODER, tmp_path)
     batch = [generation_requests.drawn(client, 1, LENGTHS, DECODER.vocabulary)[0] for client in range(6)]
-    found = generation_direct.answers(generation_direct.open_session(folder / "model.onnx", 1), batch)
+    found = generation_direct.answers(open_session(folder / "model.onnx"), batch)
     truth = NaiveLoop(folder)
     for wanted, tokens in zip(batch, found, strict=True):
         assert is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), tokens, "length")
@@ -81,7 +82,7 @@ def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:
 def test_callers_without_server_get_the_naive_answers(tmp_path: Path) -> None:
     folder = decoder_models.write(DECODER, tmp_path)
     asked = [generation_requests.drawn(caller, 3, LENGTHS, DECODER.vocabulary) for caller in range(4)]
-    session, truth = generation_direct.open_session(folder / "model.onnx", 1), NaiveLoop(folder)
+    session, truth = open_session(folder / "model.onnx"), NaiveLoop(folder)
     callers, tokens = generation_direct.Callers(session, asked), 0
     while len(callers.answered) < 24:
         tokens += callers.iterate()
