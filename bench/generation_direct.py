@@ -188,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("asked", type=Path, help="JSON: batches of pairs, of a prompt and the length of its answer")
     parser.add_argument("--callers", action="store_true", help="what each of several callers asks for, not batches")
     parser.add_argument("--seconds", type=float, default=10.0, help="(default: %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of the session, 0 for as many as cores")
     got = parser.parse_args(arguments)
     asked = [[Wanted(*pair) for pair in batch] for batch in json.loads(got.asked.read_text())]

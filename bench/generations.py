@@ -28,6 +28,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -38,6 +39,7 @@ import numpy as np
 
 from bench import generation_requests
 from bench.generation_requests import Lengths, Wanted
+from bench.sessions import instance_group
 from bench.stats import spread
 from bench.steps import BenchError, run_module
 from bench.subjects import cpu_s, main_thread_cpu_s
@@ -45,7 +47,7 @@ from paceline.backends.onnx.options import DecoderSettings
 from paceline.clients import AsyncInferenceClient
 from tests import decoder_models
 from tests.decoder_models import Decoder
-from tests.generation_truth import Asked, NaiveLoop, is_same
+from tests.generation_truth import TIE, Asked, NaiveLoop, is_same
 from tests.harness import ServerProcess
 from tests.operators import build_library
 
@@ -90,7 +92,7 @@ Report = Callable[[dict[str, Any]], None]
 @dataclass(frozen=True, slots=True)
 class Part:
     """What is measured with a decoder. `threads`: of its session, in the server and without it, 0 for all cores.
-    `wait_us`: of each execution of one that waits."""
+    `wait_us`: of each execution of one that waits. `device`: of both."""
 
     name: str
     decoder: Decoder
@@ -98,6 +100,7 @@ class Part:
     clients: int = 32
     lengths: Lengths = field(default_factory=Lengths)
     wait_us: int = 0
+    device: str = "cpu"
 
 
 FIXED = Part("fixed", decoder_models.FIXED_COST, threads=1)
@@ -110,9 +113,9 @@ FEW = Part("few", decoder_models.LARGE, threads=0, clients=max(_FEW))
 ARRIVING = Part("arriving", decoder_models.LARGE, threads=0, clients=8, lengths=Lengths((8, 32), (200, 256)))
 
 
-async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted]) -> int:
-    """How many of these answers, all asked for at once, aren't what the naive loop generates, because two tokens were
-    almost equal. Raises BenchError if one differs elsewhere."""
+async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted], tie: float = TIE) -> int:
+    """How many of these answers, all asked for at once, aren't what the naive loop generates, because the scores of two
+    tokens were no more than `tie` apart. Raises BenchError if one differs elsewhere."""
 
     async def answer(client: AsyncInferenceClient, wanted: Wanted) -> tuple[list[int], str]:
         tokens, reason = [], ""
@@ -126,10 +129,9 @@ async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted]) -
         found = await asyncio.gather(*(answer(client, wanted) for wanted in asked))
     truth = NaiveLoop(folder)
     try:
-        same = [
-            is_same(truth.generate(wanted.prompt, Asked(max_tokens=wanted.tokens)), *given)
-            for wanted, given in zip(asked, found, strict=True)
-        ]
+        with ThreadPoolExecutor() as pool:
+            right = pool.map(lambda one: truth.generate(one.prompt, Asked(max_tokens=one.tokens)), asked)
+            same = [is_same(one, *given, tie) for one, given in zip(right, found, strict=True)]
     except AssertionError as error:
         raise BenchError(f"{model} generates something else than the naive loop: {error}") from None
     return same.count(False)
@@ -142,7 +144,9 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
     rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
     with serving(part, asked) as (server, folder, paths):
         short = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in asked]
-        without = decoder_models.write(replace(part.decoder, waits=False), folder.parent / "without waiting")
+        without = folder
+        if part.decoder.waits:
+            without = decoder_models.write(replace(part.decoder, waits=False), folder.parent / "without waiting")
         different = asyncio.run(ties(server.target, part.name, without, short))
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("together", lambda: closed_load(server, paths, seconds)),
@@ -241,11 +245,12 @@ def serving(part: Part, asked: Sequence[Sequence[Wanted]]) -> Iterator[tuple[Ser
         ]
         args = ["--model-control-mode=none"]
         args += [f"--backend-config=onnxruntime,intra_op_thread_count={part.threads}"] if part.threads else []
+        config = instance_group(part.device)
         if part.decoder.waits:
             library = build_library(folder / "waits.so", wait_us=part.wait_us)
-            config = f'model_operations {{ op_library_filename: "{folder.name}/{library.name}" }}'
-            (folder.parent / "config.pbtxt").write_text(config)
+            config += f' model_operations {{ op_library_filename: "{folder.name}/{library.name}" }}'
             args += ["--allow-op-libraries=true"]
+        (folder.parent / "config.pbtxt").write_text(config)
         with ServerProcess(Path(name) / "models", args=args, fresh=True) as server:
             yield server, folder, paths
 
@@ -276,7 +281,7 @@ def direct(
         file.flush()
         return run_module(
             *("generation_direct", str(folder / "model.onnx"), file.name),
-            *("--seconds", str(seconds), "--threads", str(part.threads)),
+            *("--seconds", str(seconds), "--threads", str(part.threads), "--device", part.device),
             *(["--callers"] if callers else []),
             timeout_s=seconds + _SPARE_S,
         )

@@ -30,10 +30,10 @@ from bench.stats import spread
 from bench.steps import run_module
 from tests.harness import ServerProcess
 
-__all__ = ["main", "measure", "packed_per_s"]
+__all__ = ["CLIENTS", "TEXTS", "main", "measure", "packed_per_s", "requests_of", "texts_per_s"]
 
 CLIENTS = 64
-_TEXTS = 128
+TEXTS = 128
 _SIZES = (1, 2, 4, 8, 16, 32)
 _SHARE = 0.6
 _DEADLINE_S = 30.0
@@ -63,25 +63,24 @@ def measure(seconds: float, sizes: text_model.Sizes) -> dict[str, Any]:
         file, repository = text_model.write(folder, sizes), folder / "models"
         for model in ("pads", "exact"):
             text_model.add(model, file, repository, pads=model == "pads")
-        mixed, random = text_model.lengths(_TEXTS), Random(1)
-        short = [random.randint(8, 32) for _ in range(_TEXTS // 2)]
-        long = [random.randint(200, 256) for _ in range(_TEXTS // 2)]
+        mixed, random = text_model.lengths(TEXTS), Random(1)
+        short = [random.randint(8, 32) for _ in range(TEXTS // 2)]
+        long = [random.randint(200, 256) for _ in range(TEXTS // 2)]
         found: dict[str, Any] = {
             "packed": run_module("lengths", "--packed", str(file), "--seconds", str(seconds / 4), timeout_s=600)
         }
         with ServerProcess(repository, args=["--model-control-mode=none"], fresh=True) as server:
             for model in ("pads", "exact"):
-                found[model] = _closed(server.target, _files(folder, model, mixed), seconds)
+                found[model] = texts_per_s(server.target, requests_of(folder, model, mixed), seconds)
             in_turn = [size for pair in zip(short, long, strict=True) for size in pair]
-            both = _closed(server.target, _files(folder, "pads", in_turn), seconds)
+            both = texts_per_s(server.target, requests_of(folder, "pads", in_turn), seconds)
             rate = _SHARE * both / 2
             with ThreadPoolExecutor() as pool:
-                running = {
-                    kind: pool.submit(
-                        open_loop, server.target, _files(folder, "pads", texts), rate, _DEADLINE_S, 2 * seconds, 1.0
-                    )
-                    for kind, texts in (("short", short), ("long", long))
-                }
+                running = {}
+                for kind, texts in (("short", short), ("long", long)):
+                    requests = requests_of(folder, "pads", texts)
+                    times = rate, _DEADLINE_S, 2 * seconds, 1.0
+                    running[kind] = pool.submit(open_loop, server.target, requests, *times)
                 found |= {kind: load.result()["p50_ms"] for kind, load in running.items()}
             found["padding"] = {
                 name: value for name, value in server.metrics().items() if "elements" in name or "growth" in name
@@ -94,7 +93,8 @@ def measure(seconds: float, sizes: text_model.Sizes) -> dict[str, Any]:
     }
 
 
-def _files(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
+def requests_of(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
+    """Files in `folder`, each with a text of one of these numbers of words."""
     paths = []
     for number, size in enumerate(sizes):
         paths.append(folder / f"{model}-{size}-{number}")
@@ -102,8 +102,10 @@ def _files(folder: Path, model: str, sizes: Sequence[int]) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _closed(target: str, requests: Sequence[Path], seconds: float) -> float:
-    return float(closed(target, requests, CLIENTS, seconds, min(3.0, seconds))["requests_per_s"])
+def texts_per_s(target: str, requests: Sequence[Path], seconds: float, processes: int = 1) -> float:
+    """Of 64 callers who send these texts in turn. Raises BenchError."""
+    found = closed(target, requests, CLIENTS, seconds, min(3.0, seconds), processes=processes)
+    return float(found["requests_per_s"])
 
 
 def draw(rounds: Sequence[dict[str, Any]], path: Path) -> None:
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, help="where to draw")
     got = parser.parse_args(arguments)
     if got.packed:
-        print(json.dumps(packed_per_s(got.packed, text_model.lengths(4 * _TEXTS), got.seconds)))
+        print(json.dumps(packed_per_s(got.packed, text_model.lengths(4 * TEXTS), got.seconds)))
         return
     rounds = [measure(got.seconds, text_model.QUICK if got.quick else text_model.FULL) for _ in range(got.rounds)]
     for one in rounds:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from bench.sessions import open_session
+from bench.sessions import instance_group, open_session
 from paceline.clients.messages import infer_request
 from tests import models
 from tests.wire import Array
@@ -27,6 +27,7 @@ __all__ = [
     "PLAIN",
     "PYTHON",
     "VAD",
+    "WIDE",
     "Recurrent",
     "add",
     "add_python",
@@ -154,7 +155,8 @@ FIXED = Recurrent(
     "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { } "
     'state { input_name: "STATE" output_name: "NEXT" } }',
 )
-
+WIDE = replace(FIXED, name="wide", first=np.zeros((1, 2**16), np.float32))
+"""256 KiB of state for each sequence."""
 
 _GROWS = (
     "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { } "
@@ -175,10 +177,13 @@ EXACT = replace(
 )
 
 
-def write_fixed(folder: Path, products: int = 4) -> Path:
-    """Write the model of fixed cost: OUTPUT and NEXT are STATE + INPUT."""
-    nodes = [helper.make_node("Add", ["INPUT", "STATE"], ["sum"]), helper.make_node("Identity", ["sum"], ["NEXT"])]
-    return _write(folder / "fixed.onnx", nodes, 1, products)
+def write_fixed(folder: Path, products: int = 4, size: int = 1) -> Path:
+    """Write the model of fixed cost: NEXT is STATE + INPUT, of `size` numbers, and OUTPUT is the first of them."""
+    nodes = [
+        helper.make_node("Add", ["STATE", "INPUT"], ["NEXT"]),
+        helper.make_node("Gather", ["NEXT", "first"], ["sum"], axis=1),
+    ]
+    return _write(folder / "fixed.onnx", nodes, size, products)
 
 
 def write_growing(folder: Path, products: int = 4) -> Path:
@@ -214,18 +219,18 @@ def _write(file: Path, nodes: Sequence[onnx.NodeProto], size: int | None, produc
     constants = [
         numpy_helper.from_array(weights, "weights"),
         numpy_helper.from_array(np.array(0, np.float32), "zero"),
+        numpy_helper.from_array(np.array([0], np.int64), "first"),
         numpy_helper.from_array(np.array([1], np.int64), "second"),
     ]
     return models.write(models.model(made, inputs, outputs, constants), file)
 
 
-def add(model: Recurrent, file: Path, repository: Path) -> None:
-    """Put the model into a repository, on one thread."""
+def add(model: Recurrent, file: Path, repository: Path, device: str = "cpu") -> None:
+    """Put the model into a repository, on a device, of a CPU one thread."""
     (repository / model.name / "1").mkdir(parents=True)
     (repository / model.name / "1" / "model.onnx").symlink_to(file.resolve())
     (repository / model.name / "config.pbtxt").write_text(
-        f'backend: "onnxruntime" max_batch_size: 64 instance_group {{ kind: KIND_CPU count: 1 }} '
-        f"{_ONE_THREAD} {model.config}"
+        f'backend: "onnxruntime" max_batch_size: 64 {instance_group(device)} {_ONE_THREAD} {model.config}'
     )
 
 

@@ -26,15 +26,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench import perf_analyzer, sequence_costs, sequence_models
 from bench.load import closed
-from bench.sequence_models import EXACT, FIXED, GROWING, PLAIN, PYTHON, VAD, Recurrent
+from bench.sequence_models import EXACT, FIXED, GROWING, PLAIN, PYTHON, VAD, WIDE, Recurrent
+from bench.sessions import open_session
 from bench.stats import spread
 from bench.steps import BenchError, run_module
 from bench.subjects import cpu_s
@@ -43,32 +47,52 @@ from tests.differential import triton_process
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.wire import Array
 
-__all__ = ["difference", "joined_per_s", "main", "measure", "measure_ages", "measure_triton"]
+__all__ = [
+    "STREAMS",
+    "counted",
+    "difference",
+    "joined",
+    "joined_per_s",
+    "load",
+    "main",
+    "measure",
+    "measure_ages",
+    "measure_triton",
+]
 
 STREAMS = 64
 _PARTS = ("vad", "fixed", "ages", "triton", "costs")
 _SILERO = REPO / ".witness" / "silero_vad.onnx"
 _ANALYZER = REPO / ".witness" / "perf_analyzer"
-_BY_NAME = {model.name: model for model in (VAD, FIXED)}
+_BY_NAME = {model.name: model for model in (VAD, FIXED, WIDE)}
 _WARMUP_S = 2.0
 _SPARE_S = 60.0
 
 Step = Callable[[], float]
 
 
-def joined_per_s(model: Recurrent, file: Path, seconds: float) -> float:
-    """Steps per second of `STREAMS` rows in one `session.run` after the other, with their states joined for good."""
-    running = sequence_models.session(file)
+def joined_per_s(model: Recurrent, file: Path, seconds: float, device: str) -> float:
+    """Steps per second of `STREAMS` rows in one `run_with_iobinding` after the other, with their states joined for
+    good, on the device."""
+    session = open_session(file, device)
+    binding = session.io_binding()
     (inputs,) = zip(*(model.inputs(number, 1) for number in range(STREAMS)), strict=True)
     feeds = {
         name: np.concatenate([one[name] for one in inputs]) if inputs[0][name].ndim else inputs[0][name]
         for name in inputs[0]
     }
-    state, runs = np.repeat(model.first, STREAMS, model.axis), 0
-    names = [model.output, model.state[1]]
+    first = np.ascontiguousarray(np.repeat(model.first, STREAMS, model.axis))
+    states, runs = [ort.OrtValue.ortvalue_from_numpy(first, device, 0) for _ in range(2)], 0
     began_s, until_s = 0.0, time.perf_counter() + _WARMUP_S
     while not began_s or time.perf_counter() < until_s:
-        _, state = running.run(names, {**feeds, model.state[0]: state})
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_ortvalue_input(model.state[0], states[0])
+        binding.bind_output(model.output)
+        binding.bind_ortvalue_output(model.state[1], states[1])
+        session.run_with_iobinding(binding)
+        binding.get_outputs()[0].numpy()
+        states.reverse()
         runs += 1
         if not began_s and time.perf_counter() > until_s:
             began_s, runs = time.perf_counter(), 0
@@ -85,7 +109,8 @@ async def difference(model: Recurrent, file: Path, target: str, steps: int) -> f
     given = [model.inputs(number, steps) for number in range(STREAMS)]
     async with AsyncInferenceClient(target, transport="stream") as client:
         together = await asyncio.gather(*(run(client, each) for each in given))
-    expected = [sequence_models.alone(model, file, each) for each in given]
+    with ThreadPoolExecutor() as pool:
+        expected = list(pool.map(partial(sequence_models.alone, model, file), given))
     return float(np.max(np.abs(np.array(together) - np.array(expected))))
 
 
@@ -123,20 +148,20 @@ def _round(
     found: dict[str, float] = {}
 
     def streams() -> float:
-        before, before_s = _counted(server, model), cpu_s(server.pid) or 0.0
-        told = _load(server.target, requests, STREAMS, seconds, steps=len(requests))
-        rows, executions = (new - old for new, old in zip(_counted(server, model), before, strict=True))
+        before, before_s = counted(server, model), cpu_s(server.pid) or 0.0
+        told = load(server.target, requests, STREAMS, seconds, steps=len(requests))
+        rows, executions = (new - old for new, old in zip(counted(server, model), before, strict=True))
         found["rows_per_batch"] = rows / executions
         found["server_cpu_us"] = 1e6 * ((cpu_s(server.pid) or 0.0) - before_s) / rows
         found["load_cores"] = told["cores"]
         return float(told["requests_per_s"])
 
     loads: list[tuple[str, Step]] = [
-        ("joined", lambda: _joined(model, file, seconds)),
+        ("joined", lambda: joined(model, file, seconds)),
         ("inside", lambda: _inside(model, file, seconds)),
         ("streams", streams),
-        ("plain", lambda: float(_load(server.target, [plain], STREAMS, seconds, steps=None)["requests_per_s"])),
-        ("one", lambda: float(_load(server.target, requests, 1, seconds, steps=len(requests))["requests_per_s"])),
+        ("plain", lambda: float(load(server.target, [plain], STREAMS, seconds, steps=None)["requests_per_s"])),
+        ("one", lambda: float(load(server.target, requests, 1, seconds, steps=len(requests))["requests_per_s"])),
     ]
     for name, measured in reversed(loads) if backwards else loads:
         found[name] = measured()
@@ -163,24 +188,19 @@ def measure_ages(file: Path, rounds: int, seconds: float, steps: int, report: Ca
             found: dict[str, Any] = {"model": "ages", "difference": apart}
             for way in ways if number % 2 else reversed(ways):
                 model = ways[way]
-                before = _counted(server, model.name)
-                told = closed(
-                    server.target,
-                    sequence_models.messages(model, 0, 2 * steps),
-                    STREAMS,
-                    seconds,
-                    min(_WARMUP_S, seconds),
-                    stream=True,
-                    steps=(1, 2 * steps),
-                )
-                rows, executions = (new - old for new, old in zip(_counted(server, model.name), before, strict=True))
+                before = counted(server, model.name)
+                requests = sequence_models.messages(model, 0, 2 * steps)
+                told = load(server.target, requests, STREAMS, seconds, steps=(1, 2 * steps))
+                rows, executions = (new - old for new, old in zip(counted(server, model.name), before, strict=True))
                 found |= {way: float(told["requests_per_s"]), f"{way}_rows_per_batch": rows / executions}
             report({**found, "of_exact": found["shared"] / found["exact"]})
 
 
-def _joined(model: str, file: Path, seconds: float) -> float:
+def joined(model: str, file: Path, seconds: float, device: str = "cpu") -> float:
+    """`joined_per_s` in a process of its own. Raises BenchError."""
     told = run_module(
-        *("sequences", "--joined", model, str(file), "--seconds", str(seconds)), timeout_s=seconds + _SPARE_S
+        *("sequences", "--joined", model, str(file), "--seconds", str(seconds), "--device", device),
+        timeout_s=seconds + _SPARE_S,
     )
     return float(told["steps_per_s"])
 
@@ -190,11 +210,22 @@ def _inside(model: str, file: Path, seconds: float) -> float:
     return float(told["steps_per_s"])
 
 
-def _load(target: str, requests: Sequence[bytes], clients: int, seconds: float, *, steps: int | None) -> dict[str, Any]:
-    return closed(target, requests, clients, seconds, min(_WARMUP_S, seconds), stream=True, steps=steps)
+def load(
+    target: str,
+    requests: Sequence[bytes],
+    clients: int,
+    seconds: float,
+    *,
+    steps: int | tuple[int, int] | None,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """`clients` streams in closed loops, each with sequences of so many `steps`. Raises BenchError."""
+    warmup_s = min(_WARMUP_S, seconds)
+    return closed(target, requests, clients, seconds, warmup_s, stream=True, steps=steps, processes=processes)
 
 
-def _counted(server: ServerProcess, model: str) -> tuple[float, float]:
+def counted(server: ServerProcess, model: str) -> tuple[float, float]:
+    """Rows and executions of a model so far."""
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
     return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
 
@@ -265,10 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delay-ms", type=float, default=10.0, help="of the Python model (default: %(default)s)")
     parser.add_argument("--silero", type=Path, default=_SILERO, help="silero_vad.onnx (default: %(default)s)")
     parser.add_argument("--joined", nargs=2, metavar=("MODEL", "FILE"), help="only the best that could be had, as JSON")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with --joined (default: %(default)s)")
     got = parser.parse_args(arguments)
     if got.joined:
         name, file = got.joined
-        print(json.dumps({"steps_per_s": joined_per_s(_BY_NAME[name], Path(file), got.seconds)}))
+        print(json.dumps({"steps_per_s": joined_per_s(_BY_NAME[name], Path(file), got.seconds, got.device)}))
         return
     analyzer = perf_analyzer.find(_ANALYZER)
     there = {

@@ -173,9 +173,9 @@ def _shares(scores: Array) -> Array:
     return powers / powers.sum()
 
 
-def is_same(truth: Generation, tokens: Sequence[int], finish_reason: str) -> bool:
-    """Whether an answer is the true one. False if it went another way where the true choice was almost a tie; raises
-    AssertionError if it did elsewhere."""
+def is_same(truth: Generation, tokens: Sequence[int], finish_reason: str, tie: float = TIE) -> bool:
+    """Whether an answer is the true one. False if it went another way where the true choice was closer than `tie`;
+    raises AssertionError if it did elsewhere."""
     if (truth.tokens, truth.finish_reason) == (list(tokens), finish_reason):
         return True
     true, found = (
@@ -184,5 +184,5 @@ def is_same(truth: Generation, tokens: Sequence[int], finish_reason: str) -> boo
     )
     at = next((at for at, (one, other) in enumerate(zip(true, found, strict=False)) if one != other), None)
     assert at is not None, f"{len(found)} tokens and {finish_reason}, not {len(true)} and {truth.finish_reason}"
-    assert truth.margins[at] < TIE, f"token {at} is {found[at]}, not {true[at]}, which led by {truth.margins[at]:.2g}"
+    assert truth.margins[at] < tie, f"token {at} is {found[at]}, not {true[at]}, which led by {truth.margins[at]:.2g}"
     return False
