@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ __all__ = ["SHARES", "draw", "main", "measure"]
 SHARES = (0.3, 0.5, 0.7, 0.9)
 _AIMED = 0.7
 _STEPS = 3
-_REQUESTS = 16
 _LABELS = ("first token, median", "first token, p99", "from token to token, median")
 _WARMUP_S = 2.0
 _DEADLINE_S = 60.0
@@ -42,16 +42,14 @@ _TOLD = (
 
 def measure(part: Part, rounds: int, seconds: float, report: Report, shares: Sequence[float] = SHARES) -> None:
     """All rounds; each share of each is reported. Raises BenchError."""
-    vocabulary = part.decoder.vocabulary
-    asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
-    full = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
+    asked, full = part.asked(), part.full_batch()
     with serving(part, asked) as (server, folder, paths):
         for number in range(rounds):
             step_ms = 1e3 * part.clients / direct(part, folder, [full], seconds / 2)["tokens_per_s"]
             alone = [generation_requests.Wanted(full[0].prompt, 1)]
             prefill_ms = 1e3 / direct(part, folder, [alone], seconds / 2)["tokens_per_s"]
             capacity = generations.closed_load(server, paths, seconds)["tokens_per_s"]
-            mean_tokens = sum(one.tokens for own in asked for one in own) / (part.clients * _REQUESTS)
+            mean_tokens = statistics.mean(one.tokens for own in asked for one in own)
             for share in shares[::-1] if number % 2 else shares:
                 found = _open(server, paths, share * capacity / mean_tokens, seconds, number)
                 aim_ms = prefill_ms + _STEPS * step_ms

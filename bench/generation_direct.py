@@ -22,18 +22,18 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench.generation_requests import Wanted
 from bench.sessions import open_session
-from bench.steps import BenchError
+from paceline.backends.base import Device, DeviceKind, ModelSource
+from paceline.backends.cuda.accelerator import accelerator_of
 from paceline.backends.errors import ExecutionError
-from paceline.backends.onnx.decoder_block import GONE, Run
+from paceline.backends.onnx.backend import OnnxModel
+from paceline.backends.onnx.decoder_block import GONE
 from paceline.backends.onnx.decoder_layout import find_layout
-from paceline.backends.onnx.options import DecoderSettings
-from paceline.backends.onnx.spec import tensor_spec
+from paceline.backends.onnx.options import DecoderSettings, parse_options
 from paceline.backends.onnx.stepping import Stepping
-from paceline.backends.spec import ModelSpec, Tensors
 from paceline.scheduler.iterations import Iterations, StepCosts
 from tests.wire import Array
 
-__all__ = ["Callers", "answers", "in_closed_loop", "main", "tokens_per_s"]
+__all__ = ["Callers", "answers", "in_closed_loop", "main", "open_model", "tokens_per_s"]
 
 _WARMUP_S = 3.0
 
@@ -79,23 +79,26 @@ def tokens_per_s(session: ort.InferenceSession, batches: Sequence[Sequence[Wante
     return tokens / (time.perf_counter() - began_s)
 
 
+def open_model(file: Path, device: Device, threads: int) -> OnnxModel:
+    """The product's session, which keeps on a device what stays there. Libraries beside the file have operators."""
+    parameters, libraries = {"intra_op_thread_count": str(threads)}, tuple(file.parent.glob("*.so"))
+    source = ModelSource("decoder", file, parameters=parameters, op_libraries=libraries)
+    return OnnxModel(source, file, parse_options(source), device, accelerator_of)
+
+
 class Callers:
     """Callers in a closed loop, each of which goes round in requests of its own. `answered`: the answers so far, each
     with what was asked for."""
 
-    def __init__(self, session: ort.InferenceSession, asked: Sequence[Sequence[Wanted]]) -> None:
+    def __init__(self, model: OnnxModel, device: Device, asked: Sequence[Sequence[Wanted]]) -> None:
         self.answered: list[tuple[Wanted, list[int]]] = []
         self.executions = self.rows = 0
-        inputs, outputs = (
-            tuple(tensor_spec("", "tensor", one) for one in nodes)
-            for nodes in (session.get_inputs(), session.get_outputs())
-        )
-        layout = find_layout(ModelSpec(inputs, outputs), frozenset(), {})
+        layout = find_layout(model.spec, model.operators, {})
         assert not isinstance(layout, str), layout
         settings, costs = DecoderSettings(), StepCosts()
         most_tokens = settings.most_cache_bytes // layout.token_bytes
         self._iterations = Iterations(len(asked), most_tokens, settings.prefill_tokens, costs)
-        self._stepping = Stepping(_Session(session, layout.executed), layout, costs)
+        self._stepping = Stepping(model.stepped(layout.executed, device), layout, costs)
         self._following = [cycle(own) for own in asked]
         self._wanted: dict[int, Wanted] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -144,31 +147,8 @@ class Callers:
         self._ask(row)
 
 
-class _Session:
-    """`StepsModel`: a session's tensors in the order of `executed`."""
-
-    def __init__(self, session: ort.InferenceSession, executed: ModelSpec) -> None:
-        self._session = session
-        self._inputs = [one.name for one in executed.inputs]
-        self._outputs = [one.name for one in executed.outputs]
-
-    def run(self, inputs: Sequence[Array]) -> Tensors:
-        outputs: list[Array] = self._session.run(self._outputs, dict(zip(self._inputs, inputs, strict=True)))
-        return outputs
-
-    def keeping(self, kept: Sequence[Array]) -> Run:
-        raise BenchError("decoders whose attention adds to keys and values in place aren't stepped here")
-
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def in_closed_loop(
-    session: ort.InferenceSession, asked: Sequence[Sequence[Wanted]], seconds: float
-) -> dict[str, float]:
-    """Tokens of answers per second of so many callers, and the mean number of rows of an execution."""
-    callers = Callers(session, asked)
+def in_closed_loop(callers: Callers, seconds: float) -> dict[str, float]:
+    """Tokens of their answers per second, and the mean number of rows of an execution."""
     warm_s = time.perf_counter() + min(_WARMUP_S, seconds)
     while not callers.answered or time.perf_counter() < warm_s:
         callers.iterate()
@@ -192,10 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the session, 0 for as many as cores")
     got = parser.parse_args(arguments)
     asked = [[Wanted(*pair) for pair in batch] for batch in json.loads(got.asked.read_text())]
-    session = open_session(got.file, got.device, got.threads)
     if got.callers:
-        print(json.dumps(in_closed_loop(session, asked, got.seconds)))
+        device = Device(DeviceKind.GPU if got.device == "cuda" else DeviceKind.CPU)
+        model = open_model(got.file, device, got.threads)
+        print(json.dumps(in_closed_loop(Callers(model, device, asked), got.seconds)))
     else:
+        session = open_session(got.file, got.device, got.threads)
         print(json.dumps({"tokens_per_s": tokens_per_s(session, asked, got.seconds)}))
 
 

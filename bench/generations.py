@@ -77,7 +77,7 @@ _RATIOS = (
     *("gap_of_prefill", "gap_of_full_step"),
 )
 _TIMES = ("first_p50_ms", "first_p99_ms", "token_p50_ms", "token_p99_ms")
-_REQUESTS = 16  # of each client, which goes round in them
+_REQUESTS = 16
 _COMPARED_TOKENS = 32
 _PARTS = ("fixed", "waiting", "large", "few", "arriving")
 _ARRIVING = 2
@@ -102,6 +102,16 @@ class Part:
     wait_us: int = 0
     device: str = "cpu"
 
+    def asked(self) -> list[list[Wanted]]:
+        """What each client asks for, one after the other, in which it goes round."""
+        vocabulary = self.decoder.vocabulary
+        return [
+            generation_requests.drawn(client, _REQUESTS, self.lengths, vocabulary) for client in range(self.clients)
+        ]
+
+    def full_batch(self) -> list[Wanted]:
+        return generation_requests.full_batch(self.clients, self.lengths, self.decoder.vocabulary)
+
 
 FIXED = Part("fixed", decoder_models.FIXED_COST, threads=1)
 WAITING = tuple(
@@ -113,9 +123,11 @@ FEW = Part("few", decoder_models.LARGE, threads=0, clients=max(_FEW))
 ARRIVING = Part("arriving", decoder_models.LARGE, threads=0, clients=8, lengths=Lengths((8, 32), (200, 256)))
 
 
-async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted], tie: float = TIE) -> int:
-    """How many of these answers, all asked for at once, aren't what the naive loop generates, because the scores of two
-    tokens were no more than `tie` apart. Raises BenchError if one differs elsewhere."""
+async def ties(target: str, model: str, folder: Path, clients: Sequence[Sequence[Wanted]], tie: float = TIE) -> int:
+    """How many of the beginnings of all clients' first answers, asked for at once, aren't what the naive loop
+    generates, because the scores of two tokens were no more than `tie` apart. Raises BenchError if one differs
+    elsewhere."""
+    asked = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in clients]
 
     async def answer(client: AsyncInferenceClient, wanted: Wanted) -> tuple[list[int], str]:
         tokens, reason = [], ""
@@ -139,15 +151,12 @@ async def ties(target: str, model: str, folder: Path, asked: Sequence[Wanted], t
 
 def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
     """All rounds with a decoder; each is reported. Raises BenchError."""
-    vocabulary = part.decoder.vocabulary
-    asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
-    rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
+    asked, rows = part.asked(), part.full_batch()
     with serving(part, asked) as (server, folder, paths):
-        short = [Wanted(own[0].prompt, min(own[0].tokens, _COMPARED_TOKENS)) for own in asked]
         without = folder
         if part.decoder.waits:
             without = decoder_models.write(replace(part.decoder, waits=False), folder.parent / "without waiting")
-        different = asyncio.run(ties(server.target, part.name, without, short))
+        different = asyncio.run(ties(server.target, part.name, without, asked))
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("together", lambda: closed_load(server, paths, seconds)),
             ("whole", lambda: closed_load(server, paths, seconds, whole=True)),
@@ -178,8 +187,7 @@ def measure(part: Part, rounds: int, seconds: float, report: Report) -> None:
 
 def measure_few(part: Part, rounds: int, seconds: float, report: Report) -> None:
     """All rounds with 1, 2, 4 and 8 clients of `part`; each is reported. Raises BenchError."""
-    vocabulary = part.decoder.vocabulary
-    asked = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
+    asked = part.asked()
     one_by_one = [[wanted] for own in asked for wanted in own]
     with serving(part, asked) as (server, folder, paths):
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
@@ -201,12 +209,9 @@ def measure_few(part: Part, rounds: int, seconds: float, report: Report) -> None
 
 def measure_arriving(part: Part, prompt: int, rounds: int, seconds: float, report: Report) -> None:
     """All rounds with the clients of `part` and prompts of so many tokens; each is reported. Raises BenchError."""
-    vocabulary, lengths = part.decoder.vocabulary, Lengths((prompt, prompt), (1, 1))
-    running = [generation_requests.drawn(client, _REQUESTS, part.lengths, vocabulary) for client in range(part.clients)]
-    arriving = [
-        generation_requests.drawn(part.clients + number, _REQUESTS, lengths, vocabulary) for number in range(_ARRIVING)
-    ]
-    rows = generation_requests.full_batch(part.clients, part.lengths, vocabulary)
+    running, rows = part.asked(), part.full_batch()
+    prompts = replace(part, clients=part.clients + _ARRIVING, lengths=Lengths((prompt, prompt), (1, 1)))
+    arriving = prompts.asked()[part.clients :]
     with serving(part, running + arriving) as (server, folder, paths):
         loads: list[tuple[str, Callable[[], dict[str, float]]]] = [
             ("arriving", lambda: closed_load(server, paths, seconds, untimed=_ARRIVING)),

@@ -14,11 +14,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bench import gpu_models, gpu_steps, report, summary
+from bench.gpu_kinds import generate, mix_lengths, step_sequences
 from bench.gpu_models import GpuModel
 from bench.gpu_plan import Found, Plan, brief, say
 from bench.gpu_processes import serving
@@ -28,15 +29,28 @@ from bench.machine import facts
 from bench.summary import Section, Summary
 from tests.harness import REPO, ServerProcess
 
-__all__ = ["main"]
+__all__ = ["PARTS", "main", "run"]
 
 _RESULTS = REPO / "bench" / "results"
+_OTHERS: Mapping[str, Callable[[Plan, Path], Iterator[Section]]] = {
+    "lengths": mix_lengths,
+    "sequences": step_sequences,
+    "generations": generate,
+    "frontends": scale_frontends,
+}
+PARTS = ("lengths", "sequences", "generations", "models", "frontends")
 
 
-def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Section]:
+def run(plan: Plan, parts: Sequence[str], chosen: Sequence[GpuModel], folder: Path) -> Iterator[Section]:
     """Sections, each as often as there is something new in it. Those that fail say why, and the rest continues."""
+    for part in parts:
+        yield from _serve_models(plan, chosen, folder) if part == "models" else _OTHERS[part](plan, folder)
+
+
+def _serve_models(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Section]:
     found = Found()
     with found.trying("paceline"):
+        plan.check()
         files = {}
         for model in chosen:
             say(f"making {model.name}")
@@ -57,8 +71,6 @@ def _served(plan: Plan, server: ServerProcess, files: Mapping[GpuModel, Path], f
             one.found.add(FIRST, gpu_steps.first_request(server, one.model))
     right: set[str] = set()
     yield from check_answers(plan, server, files, right)
-    if plan.fronts:
-        yield from scale_frontends(plan, folder)
     for one in runs:
         if one.model.name in right:
             yield from one.sections()
@@ -108,12 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=0.4 if got.quick else 4.0,
         warmup_s=0.1 if got.quick else 1.0,
         frontends=1 if got.quick else got.frontends,
-        # Graphs change nothing about this.
-        fronts=() if got.graphs or got.models_only else (1, 2) if got.quick else (1, 2, 4, 8),
         processes=1 if got.quick else got.processes,
-        graphs=got.graphs,
         until_s=time.monotonic() + 60 * got.minutes,
+        graphs=got.graphs,
+        quick=got.quick,
     )
+    # Graphs change nothing about the rest.
+    parts = got.only or (["models"] if got.graphs else PARTS)
     chosen = [
         one
         for one in gpu_models.chosen(got.device, gpu_models.QUICK if got.quick else gpu_models.FULL)
@@ -128,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        for section in run(plan, chosen, Path(folder)):
+        for section in run(plan, parts, chosen, Path(folder)):
             results.add(section)
     failures = results.failures()
     for one in failures:
@@ -138,12 +151,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _parts(text: str) -> list[str]:
+    parts = text.split(",")
+    if unknown := {*parts} - {*PARTS}:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    return parts
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure paceline on a GPU.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny models, to check that everything works")
     parser.add_argument("--models", default="", help="only models whose names contain this, such as bert or fp32")
-    parser.add_argument("--models-only", action="store_true", help="leave out how much several frontends are worth")
+    parser.add_argument("--only", type=_parts, metavar="PART,…", help=f"of {', '.join(PARTS)}, some, in that order")
     parser.add_argument("--frontends", type=int, default=8, help="frontends of the server (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="load generators (default: %(default)s)")
     parser.add_argument("--graphs", action="store_true", help="have the server replay CUDA graphs")

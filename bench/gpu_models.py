@@ -33,6 +33,7 @@ __all__ = [
     "batch_of",
     "chosen",
     "request",
+    "tolerance",
     "write",
 ]
 
@@ -190,26 +191,32 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     return graph.model(models.tensor(INPUT, "INT64", ["batch", sizes.tokens]), hidden, datatype)
 
 
+def tolerance(datatype: str, device: str) -> float:
+    """How far answers may be from a CPU's, as a share of the largest value. A GPU multiplies FP32 as TF32, with ten
+    bits of fraction, unless it is told otherwise."""
+    if datatype == "FP16":
+        return 3e-2
+    return 1e-4 if device == "cpu" else 1e-2
+
+
 def chosen(device: str, sizes: Sizes) -> list[GpuModel]:
-    """The models to measure, of `sizes`. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told
-    otherwise.
+    """The models to measure, of `sizes`.
 
     ResNets have batches of one size, because each change of size has ONNX Runtime plan every convolution anew. Why
     requests have so few rows, and BERTs so many sizes: bench/README.md, p99.
     """
-    tolerances = {"FP32": 1e-4 if device == "cpu" else 1e-2, "FP16": 3e-2}
     found = []
-    for datatype, tolerance in tolerances.items():
-        small = datatype.lower()
+    for datatype in ("FP32", "FP16"):
+        small, apart = datatype.lower(), tolerance(datatype, device)
         image = (3, sizes.image, sizes.image)
         found += [
             GpuModel(
-                f"resnet50_{small}", datatype, datatype, image, sizes.classes, 8, 2, (32,), True, tolerance, 1,
+                f"resnet50_{small}", datatype, datatype, image, sizes.classes, 8, 2, (32,), True, apart, 1,
                 lambda datatype=datatype: _resnet(sizes, datatype),
             ),
             GpuModel(
                 f"bert_base_{small}", datatype, "INT64", (sizes.tokens,), sizes.hidden, 4, 4, (4, 8, 16, 24, 32), False,
-                tolerance, sizes.vocabulary, lambda datatype=datatype: _bert(sizes, datatype),
+                apart, sizes.vocabulary, lambda datatype=datatype: _bert(sizes, datatype),
             ),
         ]  # fmt: skip
     return found

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc
 
@@ -25,6 +26,8 @@ _SAY_ALL = (BenchError, DeviceError)
 """Errors whose texts are written for readers; those of others, such as KeyError, need the type's name."""
 _BRIEF = 400
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -35,10 +38,10 @@ class Plan:
     seconds: float
     warmup_s: float
     frontends: int
-    fronts: tuple[int, ...]
     processes: int
-    graphs: bool
     until_s: float
+    graphs: bool = False
+    quick: bool = False
 
     @property
     def how(self) -> str:
@@ -52,6 +55,14 @@ class Plan:
     def reach(self, bound: Reach) -> Reach | None:
         """`bound` on a GPU, else None: bounds are for GPUs only."""
         return bound if self.on_gpu else None
+
+    def sized(self, small: T, large: T) -> T:
+        """What is measured: small, if all that counts is whether everything works."""
+        return small if self.quick else large
+
+    def within(self, seconds: float) -> Plan:
+        """The same, for what has no more than so much time from now on."""
+        return replace(self, until_s=min(self.until_s, time.monotonic() + seconds))
 
     def check(self) -> None:
         """Raise BenchError if the time is up."""

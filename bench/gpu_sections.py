@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -70,13 +70,14 @@ def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
     # many processes as for other loads, since here they do most of the work.
     processes = 2 * plan.processes
     crowd, found = LoadGenerators(processes, 32, 64 // processes, stream=False), Found()
+    fronts = plan.sized((1, 2), (1, 2, 4, 8))
     with found.trying("frontends"), ExitStack() as stack:
         plan.check()
         repository, request = folder / "small", _tiny(folder)
-        servers = {count: stack.enter_context(serving(repository, count)) for count in plan.fronts}
+        servers = {count: stack.enter_context(serving(repository, count)) for count in fronts}
         for number in range(plan.rounds):
             plan.check()
-            for count in plan.fronts if number % 2 == 0 else reversed(plan.fronts):
+            for count in fronts if number % 2 == 0 else reversed(fronts):
                 busy: list[float] = []
                 server, seconds = servers[count], plan.seconds / 2
 
@@ -85,10 +86,10 @@ def scale_frontends(plan: Plan, folder: Path) -> Iterator[Section]:
 
                 sample = crowd.send(server.target, [request], seconds, plan.warmup_s, watch)
                 found.add(_name(count), {**sample, "engine_busy": busy[0]})
-            rates = (f"{count}: {found.of(_name(count), 'requests_per_s')[-1]:,.0f}" for count in plan.fronts)
+            rates = (f"{count}: {found.of(_name(count), 'requests_per_s')[-1]:,.0f}" for count in fronts)
             say(f"frontends: round {number + 1} of {plan.rounds}: requests/s: {', '.join(rates)}")
-            yield _scaled(plan, crowd, found)
-    yield _scaled(plan, crowd, found)
+            yield _scaled(plan, crowd, fronts, found)
+    yield _scaled(plan, crowd, fronts, found)
 
 
 def _tiny(folder: Path) -> Path:
@@ -104,14 +105,14 @@ def _tiny(folder: Path) -> Path:
     return request
 
 
-def _scaled(plan: Plan, crowd: LoadGenerators, found: Found) -> Section:
-    alone = found.of(_name(plan.fronts[0]), "requests_per_s")
+def _scaled(plan: Plan, crowd: LoadGenerators, fronts: Sequence[int], found: Found) -> Section:
+    alone = found.of(_name(fronts[0]), "requests_per_s")
     comparisons = []
-    for count in plan.fronts[1:]:
+    for count in fronts[1:]:
         rates = found.of(_name(count), "requests_per_s")
         if both := min(len(rates), len(alone)):
             limit = crowd.limit(found.of(_name(count), "cores"))
-            what = f"requests/s, --frontends {count} / {plan.fronts[0]}{limit}"
+            what = f"requests/s, --frontends {count} / {fronts[0]}{limit}"
             bound = plan.reach(Reach(True, 0.8 * count)) if count == _MEASURED_FRONTS and not limit else None
             comparisons.append(Comparison(str(crowd), what, ratio(rates[:both], alone[:both]), bound))
             busy = spread(found.of(_name(count), "engine_busy"))

@@ -29,6 +29,7 @@ from tests.harness import ServerProcess
 from tests.wire import Array
 
 __all__ = [
+    "apart",
     "batches_between",
     "counters",
     "deviation",
@@ -59,11 +60,12 @@ def deviation(
     with channel:
         calls = [service.ModelInfer.future(gpu_models.request(model, one), timeout=_ANSWER_S) for one in batches]
         answers = [call.result() for call in calls]
-    found = [_deviation(one.raw_output_contents[0], right) for one, right in zip(answers, expected, strict=True)]
+    found = [apart(one.raw_output_contents[0], right) for one, right in zip(answers, expected, strict=True)]
     return {"deviation": max(found), **batches_between(before, counters(server, model.name))}
 
 
-def _deviation(raw: bytes, expected: Array) -> float:
+def apart(raw: bytes, expected: Array) -> float:
+    """How far an answer is at most from what is expected, as a share of the largest value."""
     answer = np.frombuffer(raw, expected.dtype).reshape(expected.shape).astype(np.float64)
     if not np.isfinite(answer).all():
         return float("inf")

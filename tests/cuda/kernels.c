@@ -33,15 +33,34 @@ static int add_rows_up(void **arguments, Size grid) {
     return OK;
 }
 
-#define UNARY(name, expression) \
+static int each_row_summed(void **arguments, int is_mean) {
+    long rows = ARGUMENT(int, 0), columns = ARGUMENT(int, 1);
+    const float *in = FLOATS(2, rows * columns);
+    float *out = FLOATS(3, rows);
+    if (!in || !out) return ILLEGAL_ADDRESS;
+    for (long row = 0; row < rows; row++, in += columns) {
+        double sum = 0;
+        for (long i = 0; i < columns; i++) sum += in[i];
+        out[row] = is_mean ? sum / columns : sum;
+    }
+    return OK;
+}
+static int sum_rows(void **arguments, Size grid) { return each_row_summed(arguments, 0); }
+static int mean_rows(void **arguments, Size grid) { return each_row_summed(arguments, 1); }
+
+#define UNARY_OF(name, from, expression) \
     static int name(void **arguments, Size grid) { \
         long count = ARGUMENT(int, 3); \
-        const float *in = FLOATS(0, count); \
+        const from *in = gpu_at(ARGUMENT(void *, 0), count * sizeof(from)); \
         float *out = FLOATS(1, count); \
         if (!in || !out) return ILLEGAL_ADDRESS; \
-        for (long i = 0; i < count; i++) { float x = in[i]; out[i] = expression; } \
+        for (long i = 0; i < count; i++) { from x = in[i]; out[i] = expression; } \
         return OK; \
     }
+#define UNARY(name, expression) UNARY_OF(name, float, expression)
+UNARY_OF(cast, long, x)
+UNARY(root, sqrtf(x))
+UNARY(divided, x / ARGUMENT(float, 2))
 UNARY(negative, -x)
 UNARY(absolute, fabsf(x))
 UNARY(relu, x > 0 ? x : 0)
@@ -61,16 +80,33 @@ UNARY(relu, x > 0 ? x : 0)
 BINARY(sum, float, x + y)
 BINARY(difference, float, x - y)
 BINARY(product, float, x * y)
+BINARY(quotient, float, x / y)
 BINARY(greater, char, x > y)
 
-static int add_per_channel(void **arguments, Size grid) {
-    long count = ARGUMENT(int, 6), height = ARGUMENT(Division, 2).divisor, channels = ARGUMENT(Division, 3).divisor;
-    const float *one = FLOATS(0, count), *other = FLOATS(1, channels);
-    float *out = FLOATS(4, count);
-    if (!one || !other || !out) return ILLEGAL_ADDRESS;
-    for (long i = 0; i < count; i++) out[i] = one[i] + other[i / height % channels];
-    return OK;
-}
+#define PER_CHANNEL(name, expression) \
+    static int name##_per_channel(void **arguments, Size grid) { \
+        long count = ARGUMENT(int, 6), height = ARGUMENT(Division, 2).divisor, channels = ARGUMENT(Division, 3).divisor; \
+        const float *one = FLOATS(0, count), *other = FLOATS(1, channels); \
+        float *out = FLOATS(4, count); \
+        if (!one || !other || !out) return ILLEGAL_ADDRESS; \
+        for (long i = 0; i < count; i++) { float x = one[i], y = other[i / height % channels]; out[i] = expression; } \
+        return OK; \
+    }
+PER_CHANNEL(sum, x + y)
+PER_CHANNEL(product, x * y)
+
+#define PER_ROW(name, expression) \
+    static int name##_per_row(void **arguments, Size grid) { \
+        long count = ARGUMENT(int, 5), width = ARGUMENT(Division, 2).divisor; \
+        const float *one = FLOATS(0, count), *other = FLOATS(1, (count + width - 1) / width); \
+        float *out = FLOATS(3, count); \
+        if (!one || !other || !out) return ILLEGAL_ADDRESS; \
+        for (long i = 0; i < count; i++) { float x = one[i], y = other[i / width]; out[i] = expression; } \
+        return OK; \
+    }
+PER_ROW(sum, x + y)
+PER_ROW(product, x * y)
+PER_ROW(quotient, x / y)
 
 /* How far into memory that has `steps` the element lies that is number `i` in memory that has `order`. */
 static long place(long i, int rank, const long *order, const long *steps) {
@@ -79,16 +115,23 @@ static long place(long i, int rank, const long *order, const long *steps) {
     return found;
 }
 
-static int add_broadcast(void **arguments, Size grid) {
-    int rank = ARGUMENT(int, 0);
-    long count = ARGUMENT(int, 8), order[8], *steps = ARGUMENT(Steps, 3).each;
-    for (int dim = 0; dim < rank; dim++) order[dim] = ARGUMENT(Divisions, 5).each[dim].divisor;
-    const float *one = FLOATS(2, count), *other = FLOATS(4, place(count - 1, rank, order, steps) + 1);
-    float *out = FLOATS(6, count);
-    if (!one || !other || !out) return ILLEGAL_ADDRESS;
-    for (long i = 0; i < count; i++) out[i] = one[i] + other[place(i, rank, order, steps)];
-    return OK;
-}
+#define BROADCAST(name, expression) \
+    static int name##_broadcast(void **arguments, Size grid) { \
+        int rank = ARGUMENT(int, 0); \
+        long count = ARGUMENT(int, 8), order[8], *steps = ARGUMENT(Steps, 3).each; \
+        for (int dim = 0; dim < rank; dim++) order[dim] = ARGUMENT(Divisions, 5).each[dim].divisor; \
+        const float *one = FLOATS(2, count), *other = FLOATS(4, place(count - 1, rank, order, steps) + 1); \
+        float *out = FLOATS(6, count); \
+        if (!one || !other || !out) return ILLEGAL_ADDRESS; \
+        for (long i = 0; i < count; i++) { \
+            float x = one[i], y = other[place(i, rank, order, steps)]; \
+            out[i] = expression; \
+        } \
+        return OK; \
+    }
+BROADCAST(sum, x + y)
+BROADCAST(product, x * y)
+BROADCAST(quotient, x / y)
 
 static int transpose_first_three(void **arguments, Size grid) {
     long count = 4l * ARGUMENT(int, 5), *from = ARGUMENT(Steps, 0).each, *to = ARGUMENT(Steps, 2).each;
@@ -137,16 +180,31 @@ static int bias_gelu(void **arguments, Size grid) {
     return OK;
 }
 
+static void become_shares(float *row, long width) {
+    float most = -INFINITY, sum = 0;
+    for (long i = 0; i < width; i++) most = fmaxf(most, row[i]);
+    for (long i = 0; i < width; i++) sum += row[i] = expf(row[i] - most);
+    for (long i = 0; i < width; i++) row[i] /= sum;
+}
+
 static int softmax(void **arguments, Size grid) {
     long rows = ARGUMENT(int, 2), step = ARGUMENT(int, 3), width = ARGUMENT(int, 4);
     float *out = FLOATS(0, rows * step);
     const float *in = FLOATS(1, rows * step);
     if (!in || !out) return ILLEGAL_ADDRESS;
-    for (; rows; rows--, in += step, out += step) {
-        float most = -INFINITY, sum = 0;
-        for (long i = 0; i < width; i++) most = fmaxf(most, in[i]);
-        for (long i = 0; i < width; i++) sum += out[i] = expf(in[i] - most);
-        for (long i = 0; i < width; i++) out[i] /= sum;
+    memmove(out, in, 4 * rows * step);
+    for (; rows; rows--, out += step) become_shares(out, width);
+    return OK;
+}
+
+static int softmax_of_biased(void **arguments, Size grid) {
+    long width = ARGUMENT(int, 3), rows = ARGUMENT(int, 4), each = ARGUMENT(Division, 5).divisor;
+    float *out = FLOATS(0, rows * width);
+    const float *in = FLOATS(1, rows * width), *bias = FLOATS(2, (rows + each - 1) / each * width);
+    if (!in || !bias || !out) return ILLEGAL_ADDRESS;
+    for (long row = 0; row < rows; row++) {
+        for (long i = row * width; i < (row + 1) * width; i++) out[i] = in[i] + bias[row / each * width + i % width];
+        become_shares(out + row * width, width);
     }
     return OK;
 }
@@ -190,23 +248,36 @@ static int layer_norm_of_sum(void **arguments, Size grid) {
      5, {8, 8, 8, 1, 4}, run##_##left##right}
 #define BINARY_KERNELS(out, op, run) \
     BINARY_KERNEL(1, 1, out, op, run), BINARY_KERNEL(0, 1, out, op, run), BINARY_KERNEL(1, 0, out, op, run)
+#define PER_CHANNEL_KERNEL(op, run) \
+    {"*_BinaryElementWiseRhsPerChannelBatchNIfffNS0_" op "I*", \
+     7, {8, 8, sizeof(Division), sizeof(Division), 8, 1, 4}, run##_per_channel}
+#define PER_ROW_KERNEL(op, run) \
+    {"*_BinaryElementWiseRhsPerChannelBatch1IfffNS0_" op "I*", 6, {8, 8, sizeof(Division), 8, 1, 4}, run##_per_row}
+#define BROADCAST_KERNEL(op, run) \
+    {"*_BinaryElementWiseIfffNS0_" op "IfffEELb0ELb1E*", \
+     9, {4, sizeof(Steps), 8, sizeof(Steps), 8, sizeof(Divisions), 8, 1, 4}, run##_broadcast}
 
 static const Kernel KERNELS[] = {
     {"*BroadcastBiasKernelIfiLb0EE*", 7, {8, 8, 8, sizeof(Division), 4, 4, 4}, broadcast_bias},
     {"*reduce_matrix_rows_kernelIfffEE*", 4, {8, 8, 4, 4}, add_rows_up},
-    UNARY_KERNEL("6OP_Neg", negative), UNARY_KERNEL("6OP_Abs", absolute), UNARY_KERNEL("7OP_Relu", relu),
+    {"*reduce_matrix_columns_kernelIfffNS0_8IdentityES3_Lb0EE*", 6, {4, 4, 8, 8, 8, 8}, sum_rows},
+    {"*reduce_matrix_columns_kernelIfffNS0_8IdentityES3_Lb1EE*", 6, {4, 4, 8, 8, 8, 8}, mean_rows},
+    {"*_UnaryElementWiseIlfNS0_7OP_CastIlfEE*", 4, {8, 8, 4, 4}, cast},
+    {"*_UnaryElementWiseIffNS0_6OP_DivIfEE*", 4, {8, 8, 4, 4}, divided},
+    UNARY_KERNEL("7OP_Sqrt", root), UNARY_KERNEL("6OP_Neg", negative), UNARY_KERNEL("6OP_Abs", absolute), UNARY_KERNEL("7OP_Relu", relu),
     BINARY_KERNELS("f", "6OP_Add", sum), BINARY_KERNELS("f", "6OP_Sub", difference),
-    BINARY_KERNELS("f", "6OP_Mul", product), BINARY_KERNELS("b", "10OP_Greater", greater),
-    {"*_BinaryElementWiseRhsPerChannelBatchNIfffNS0_6OP_AddI*",
-     7, {8, 8, sizeof(Division), sizeof(Division), 8, 1, 4}, add_per_channel},
-    {"*_BinaryElementWiseIfffNS0_6OP_AddIfffEELb0ELb1E*",
-     9, {4, sizeof(Steps), 8, sizeof(Steps), 8, sizeof(Divisions), 8, 1, 4}, add_broadcast},
+    BINARY_KERNELS("f", "6OP_Mul", product), BINARY_KERNELS("f", "6OP_Div", quotient),
+    BINARY_KERNELS("b", "10OP_Greater", greater),
+    PER_CHANNEL_KERNEL("6OP_Add", sum), PER_CHANNEL_KERNEL("6OP_Mul", product),
+    PER_ROW_KERNEL("6OP_Add", sum), PER_ROW_KERNEL("6OP_Mul", product), PER_ROW_KERNEL("6OP_Div", quotient),
+    BROADCAST_KERNEL("6OP_Add", sum), BROADCAST_KERNEL("6OP_Mul", product), BROADCAST_KERNEL("6OP_Div", quotient),
     {"*Transpose4DKernelParallelizeMultipleElementsPerThreadInInnermostDimILi4EE*",
      6, {sizeof(Steps), 8, sizeof(Steps), 8, 8, 4}, transpose_first_three},
     {"*Transpose3DKernelIiLj32EE*", 5, {8, 8, 8, 8, 8}, transpose_last_two},
     {"*_GatherKernelIiEE*", 9, {8, 8, sizeof(Division), sizeof(Division), 8, 8, 8, 8, 4}, gather},
     {"*BiasGeluKernelIfEE*", 4, {8, 8, 8, 8}, bias_gelu},
     {"*softmax_warp_forwardIfffLi*ELb0EE*", 5, {8, 8, 4, 4, 4}, softmax},
+    {"*BiasSoftmaxWarpForwardIfffLi*ELb1EE*", 6, {8, 8, 8, 4, 4, sizeof(Division)}, softmax_of_biased},
     {"*cuApplyLayerNormIfffLb0EE*", 13, {8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8, 8}, layer_norm},
     {"*SkipLayerNormKernelSmallIfLj*ELb0EE*", 10, {8, 8, 8, 8, 8, 8, 8, 4, 4, 4}, layer_norm_of_sum},
 };

@@ -132,7 +132,7 @@ def test_gpu_benchmark_whose_server_dies_measures_the_rest(tmp_path: Path) -> No
 
     chosen = [one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.name == "resnet50_fp32"]
     before = children()
-    sections = gpu.run(Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, 0.0), chosen, tmp_path)
+    sections = gpu.run(Plan("cpu", 1, 0.1, 0.1, 1, 1, 0.0, quick=True), ["models", "frontends"], chosen, tmp_path)
     assert not next(sections).absent
     doomed |= children() - before
     found = last_of(sections)
@@ -149,8 +149,8 @@ def test_gpu_benchmark_measures_what_it_can_and_says_why_not_the_rest(tmp_path: 
 
     good = next(one for one in gpu_models.chosen("cpu", gpu_models.QUICK) if one.name == "bert_base_fp32")
     bad = replace(good, name="bad", sizes=(8, 4))  # which isn't how sizes are written
-    plan = Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
-    found = last_of(gpu.run(plan, [bad, good], tmp_path))
+    plan = Plan("cpu", 1, 0.1, 0.1, 1, 1, time.monotonic() + 60, quick=True)
+    found = last_of(gpu.run(plan, ["models"], [bad, good], tmp_path))
     assert list(found["gpu-correct"].absent) == ["bad"]
     assert "paceline.batch_sizes" in found["gpu-correct"].absent["bad"]
     assert "see gpu-correct" in found["gpu-bad"].absent["bad"]

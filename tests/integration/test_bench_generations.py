@@ -10,6 +10,7 @@ from typing import Any
 from bench import generation_arrivals, generation_direct, generation_requests, generations, generations_inside
 from bench.generation_requests import Lengths, Wanted
 from bench.sessions import open_session
+from paceline.backends.base import Device
 from paceline.protos import inference_pb2 as pb
 from tests import decoder_models
 from tests.decoder_models import TINY
@@ -82,8 +83,8 @@ def test_static_batches_generate_what_rows_alone_do(tmp_path: Path) -> None:
 def test_callers_without_server_get_the_naive_answers(tmp_path: Path) -> None:
     folder = decoder_models.write(DECODER, tmp_path)
     asked = [generation_requests.drawn(caller, 3, LENGTHS, DECODER.vocabulary) for caller in range(4)]
-    session, truth = open_session(folder / "model.onnx"), NaiveLoop(folder)
-    callers, tokens = generation_direct.Callers(session, asked), 0
+    model, truth = generation_direct.open_model(folder / "model.onnx", Device(), 1), NaiveLoop(folder)
+    callers, tokens = generation_direct.Callers(model, Device(), asked), 0
     while len(callers.answered) < 24:
         tokens += callers.iterate()
     assert callers.executions < tokens  # they share steps
