@@ -48,40 +48,50 @@ static int each_row_summed(void **arguments, int is_mean) {
 static int sum_rows(void **arguments, Size grid) { return each_row_summed(arguments, 0); }
 static int mean_rows(void **arguments, Size grid) { return each_row_summed(arguments, 1); }
 
-#define UNARY_OF(name, from, expression) \
+#define UNARY_OF(name, from, to, expression) \
     static int name(void **arguments, Size grid) { \
         long count = ARGUMENT(int, 3); \
         const from *in = gpu_at(ARGUMENT(void *, 0), count * sizeof(from)); \
-        float *out = FLOATS(1, count); \
+        to *out = gpu_at(ARGUMENT(void *, 1), count * sizeof(to)); \
         if (!in || !out) return ILLEGAL_ADDRESS; \
         for (long i = 0; i < count; i++) { from x = in[i]; out[i] = expression; } \
         return OK; \
     }
-#define UNARY(name, expression) UNARY_OF(name, float, expression)
-UNARY_OF(cast, long, x)
+#define UNARY(name, expression) UNARY_OF(name, float, float, expression)
+UNARY_OF(cast, long, float, x)
+UNARY_OF(cast_to_truth, long, char, x != 0)
+UNARY(same, x)
 UNARY(root, sqrtf(x))
+UNARY(sine, sinf(x))
+UNARY(cosine, cosf(x))
+UNARY(sigmoid, 1 / (1 + expf(-x)))
+UNARY(quick_gelu, x / (1 + expf(-ARGUMENT(float, 2) * x)))
 UNARY(divided, x / ARGUMENT(float, 2))
 UNARY(negative, -x)
 UNARY(absolute, fabsf(x))
 UNARY(relu, x > 0 ? x : 0)
 
 /* `left` and `right`: how far each side goes on with each element, 0 for a single number. */
-#define BINARY_OF(name, type, expression, left, right) \
+#define BINARY_OF(name, ins, outs, expression, left, right) \
     static int name##_##left##right(void **arguments, Size grid) { \
         long count = ARGUMENT(int, 4); \
-        const float *one = FLOATS(0, left ? count : 1), *other = FLOATS(1, right ? count : 1); \
-        type *out = gpu_at(ARGUMENT(void *, 2), count * sizeof(type)); \
+        const ins *one = gpu_at(ARGUMENT(void *, 0), (left ? count : 1) * sizeof(ins)); \
+        const ins *other = gpu_at(ARGUMENT(void *, 1), (right ? count : 1) * sizeof(ins)); \
+        outs *out = gpu_at(ARGUMENT(void *, 2), count * sizeof(outs)); \
         if (!one || !other || !out) return ILLEGAL_ADDRESS; \
-        for (long i = 0; i < count; i++) { float x = one[i * left], y = other[i * right]; out[i] = expression; } \
+        for (long i = 0; i < count; i++) { ins x = one[i * left], y = other[i * right]; out[i] = expression; } \
         return OK; \
     }
-#define BINARY(name, type, expression) \
-    BINARY_OF(name, type, expression, 1, 1) BINARY_OF(name, type, expression, 0, 1) BINARY_OF(name, type, expression, 1, 0)
-BINARY(sum, float, x + y)
-BINARY(difference, float, x - y)
-BINARY(product, float, x * y)
-BINARY(quotient, float, x / y)
-BINARY(greater, char, x > y)
+#define BINARY(name, ins, outs, expression) \
+    BINARY_OF(name, ins, outs, expression, 1, 1) BINARY_OF(name, ins, outs, expression, 0, 1) \
+    BINARY_OF(name, ins, outs, expression, 1, 0)
+BINARY(sum, float, float, x + y)
+BINARY(difference, float, float, x - y)
+BINARY(product, float, float, x * y)
+BINARY(quotient, float, float, x / y)
+BINARY(greater, float, char, x > y)
+BINARY(at_most, long, char, x <= y)
+BINARY(both, char, char, x && y)
 
 #define PER_CHANNEL(name, expression) \
     static int name##_per_channel(void **arguments, Size grid) { \
@@ -115,23 +125,62 @@ static long place(long i, int rank, const long *order, const long *steps) {
     return found;
 }
 
-#define BROADCAST(name, expression) \
+/* Of numbers of types `ins` and `outs`. A side that isn't spread has no steps. */
+#define BROADCAST_OF(name, ins, outs, expression) \
     static int name##_broadcast(void **arguments, Size grid) { \
         int rank = ARGUMENT(int, 0); \
-        long count = ARGUMENT(int, 8), order[8], *steps = ARGUMENT(Steps, 3).each; \
+        long count = ARGUMENT(int, 8), order[8], *steps[2] = {ARGUMENT(Steps, 1).each, ARGUMENT(Steps, 3).each}; \
+        int spread[2] = {ARGUMENT(Steps, 1).rank, ARGUMENT(Steps, 3).rank}; \
         for (int dim = 0; dim < rank; dim++) order[dim] = ARGUMENT(Divisions, 5).each[dim].divisor; \
-        const float *one = FLOATS(2, count), *other = FLOATS(4, place(count - 1, rank, order, steps) + 1); \
-        float *out = FLOATS(6, count); \
-        if (!one || !other || !out) return ILLEGAL_ADDRESS; \
+        const ins *side[2]; \
+        for (int i = 0; i < 2; i++) { \
+            long most = spread[i] ? place(count - 1, rank, order, steps[i]) + 1 : count; \
+            if (!(side[i] = gpu_at(ARGUMENT(void *, 2 + 2 * i), most * sizeof(ins)))) return ILLEGAL_ADDRESS; \
+        } \
+        outs *out = gpu_at(ARGUMENT(void *, 6), count * sizeof(outs)); \
+        if (!out) return ILLEGAL_ADDRESS; \
         for (long i = 0; i < count; i++) { \
-            float x = one[i], y = other[place(i, rank, order, steps)]; \
+            ins x = side[0][spread[0] ? place(i, rank, order, steps[0]) : i]; \
+            ins y = side[1][spread[1] ? place(i, rank, order, steps[1]) : i]; \
             out[i] = expression; \
         } \
         return OK; \
     }
+#define BROADCAST(name, expression) BROADCAST_OF(name, float, float, expression)
 BROADCAST(sum, x + y)
 BROADCAST(product, x * y)
 BROADCAST(quotient, x / y)
+BROADCAST_OF(at_most, long, char, x <= y)
+BROADCAST_OF(both, char, char, x && y)
+
+static int one_of_two(void **arguments, Size grid) {
+    long count = ARGUMENT(int, 4);
+    const char *which = gpu_at(ARGUMENT(void *, 0), count);
+    const float *one = FLOATS(1, 1), *other = FLOATS(2, 1);
+    float *out = FLOATS(3, count);
+    if (!which || !one || !other || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = which[i] ? *one : *other;
+    return OK;
+}
+
+static int range(void **arguments, Size grid) {
+    long first = ARGUMENT(long, 0), step = ARGUMENT(long, 1), count = ARGUMENT(long, 2);
+    long *out = gpu_at(ARGUMENT(void *, 3), count * sizeof(long));
+    if (!out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = first + i * step;
+    return OK;
+}
+
+static int expand(void **arguments, Size grid) {
+    int rank = ARGUMENT(int, 0);
+    long count = ARGUMENT(int, 1), order[8], *steps = ARGUMENT(Steps, 5).each;
+    for (int dim = 0; dim < rank; dim++) order[dim] = ARGUMENT(Divisions, 4).each[dim].divisor;
+    const float *in = FLOATS(2, place(count - 1, rank, order, steps) + 1);
+    float *out = FLOATS(3, count);
+    if (!in || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = in[place(i, rank, order, steps)];
+    return OK;
+}
 
 static int transpose_first_three(void **arguments, Size grid) {
     long count = 4l * ARGUMENT(int, 5), *from = ARGUMENT(Steps, 0).each, *to = ARGUMENT(Steps, 2).each;
@@ -150,6 +199,48 @@ static int transpose_last_two(void **arguments, Size grid) {
     for (long batch = 0; batch < grid.z; batch++, in += step, out += step)
         for (long i = 0; i < rows * columns; i++) out[i % columns * rows + i / columns] = in[i];
     return OK;
+}
+
+/* In pieces of 16 bytes. */
+static int split(void **arguments, Size grid) {
+    const Steps *sizes = &ARGUMENT(Steps, 0);
+    char **targets = ((struct { long count; char *each[4]; } *)arguments[2])->each;
+    long width = ARGUMENT(long, 3), rows = 16l * ARGUMENT(int, 4) / width, begin = 0;
+    const char *in = gpu_at(ARGUMENT(void *, 1), rows * width);
+    for (int part = 0; part < sizes->rank; begin += sizes->each[part++]) {
+        long size = sizes->each[part];
+        char *out = gpu_at(targets[part], rows * size);
+        if (!in || !out) return ILLEGAL_ADDRESS;
+        for (long row = 0; row < rows; row++) memcpy(out + row * size, in + row * width + begin, size);
+    }
+    return OK;
+}
+
+typedef struct { int count; void *each[32]; } Pointers;
+typedef struct { int count; long each[32]; } Numbers;
+
+/* Of two that lie one after the other in blocks of `size` numbers, so many of which are of each. */
+static int join(const Pointers *from, const long *sizes, float *out, long size, long count) {
+    if (from->count != 2) return NOT_SUPPORTED;
+    long blocks = count / size;
+    for (int part = 0; part < 2; part++) {
+        if (!sizes[part]) continue;
+        const float *in = gpu_at(from->each[part], 4 * blocks * sizes[part]);
+        if (!in || !out) return ILLEGAL_ADDRESS;
+        for (long block = 0; block < blocks; block++)
+            memcpy(out + block * size + (part ? sizes[0] : 0), in + block * sizes[part], 4 * sizes[part]);
+    }
+    return OK;
+}
+static int join_equal(void **arguments, Size grid) {
+    long count = ARGUMENT(int, 5), size = ARGUMENT(Division, 0).divisor;
+    long each = (long)ARGUMENT(Division, 1).divisor * ARGUMENT(Division, 2).divisor, sizes[] = {each, each};
+    return join(&ARGUMENT(Pointers, 4), sizes, FLOATS(3, count), size, count);
+}
+static int join_unequal(void **arguments, Size grid) {
+    long count = ARGUMENT(int, 5), inside = ARGUMENT(Division, 1).divisor, *ends = ARGUMENT(Numbers, 2).each;
+    long sizes[] = {ends[0] * inside, (ends[1] - ends[0]) * inside};
+    return join(&ARGUMENT(Pointers, 4), sizes, FLOATS(3, count), ARGUMENT(Division, 0).divisor, count);
 }
 
 static int gather(void **arguments, Size grid) {
@@ -243,19 +334,20 @@ static int layer_norm_of_sum(void **arguments, Size grid) {
 }
 
 #define UNARY_KERNEL(op, run) {"*_UnaryElementWiseIffNS0_" op "IfEE*", 4, {8, 8, 4, 4}, run}
-#define BINARY_KERNEL(left, right, out, op, run) \
-    {"*_BinaryElementWiseSimpleILb" #left "ELb" #right "E" out "ffNS0_" op "I*", \
+#define BINARY_KERNEL(left, right, types, op, run) \
+    {"*_BinaryElementWiseSimpleILb" #left "ELb" #right "E" types "NS0_" op "I*", \
      5, {8, 8, 8, 1, 4}, run##_##left##right}
-#define BINARY_KERNELS(out, op, run) \
-    BINARY_KERNEL(1, 1, out, op, run), BINARY_KERNEL(0, 1, out, op, run), BINARY_KERNEL(1, 0, out, op, run)
+#define BINARY_KERNELS(types, op, run) \
+    BINARY_KERNEL(1, 1, types, op, run), BINARY_KERNEL(0, 1, types, op, run), BINARY_KERNEL(1, 0, types, op, run)
 #define PER_CHANNEL_KERNEL(op, run) \
     {"*_BinaryElementWiseRhsPerChannelBatchNIfffNS0_" op "I*", \
      7, {8, 8, sizeof(Division), sizeof(Division), 8, 1, 4}, run##_per_channel}
 #define PER_ROW_KERNEL(op, run) \
     {"*_BinaryElementWiseRhsPerChannelBatch1IfffNS0_" op "I*", 6, {8, 8, sizeof(Division), 8, 1, 4}, run##_per_row}
-#define BROADCAST_KERNEL(op, run) \
-    {"*_BinaryElementWiseIfffNS0_" op "IfffEELb0ELb1E*", \
+#define BROADCAST_KERNEL_OF(types, op, run) \
+    {"*_BinaryElementWiseI" types "NS0_" op "*EELb*", \
      9, {4, sizeof(Steps), 8, sizeof(Steps), 8, sizeof(Divisions), 8, 1, 4}, run##_broadcast}
+#define BROADCAST_KERNEL(op, run) BROADCAST_KERNEL_OF("fff", op, run)
 
 static const Kernel KERNELS[] = {
     {"*BroadcastBiasKernelIfiLb0EE*", 7, {8, 8, 8, sizeof(Division), 4, 4, 4}, broadcast_bias},
@@ -264,16 +356,30 @@ static const Kernel KERNELS[] = {
     {"*reduce_matrix_columns_kernelIfffNS0_8IdentityES3_Lb1EE*", 6, {4, 4, 8, 8, 8, 8}, mean_rows},
     {"*_UnaryElementWiseIlfNS0_7OP_CastIlfEE*", 4, {8, 8, 4, 4}, cast},
     {"*_UnaryElementWiseIffNS0_6OP_DivIfEE*", 4, {8, 8, 4, 4}, divided},
+    {"*_UnaryElementWiseIlbNS0_7OP_CastIlbEE*", 4, {8, 8, 4, 4}, cast_to_truth},
+    {"*_UnaryElementWiseIffNS_7contrib4cuda12OP_QuickGeluIfEE*", 4, {8, 8, 4, 4}, quick_gelu},
+    {"*_UnaryElementWiseIffNS0_7OP_CastIffEE*", 4, {8, 8, 4, 4}, same}, 
+    UNARY_KERNEL("6OP_Sin", sine), UNARY_KERNEL("6OP_Cos", cosine), UNARY_KERNEL("10OP_Sigmoid", sigmoid),
     UNARY_KERNEL("7OP_Sqrt", root), UNARY_KERNEL("6OP_Neg", negative), UNARY_KERNEL("6OP_Abs", absolute), UNARY_KERNEL("7OP_Relu", relu),
-    BINARY_KERNELS("f", "6OP_Add", sum), BINARY_KERNELS("f", "6OP_Sub", difference),
-    BINARY_KERNELS("f", "6OP_Mul", product), BINARY_KERNELS("f", "6OP_Div", quotient),
-    BINARY_KERNELS("b", "10OP_Greater", greater),
+    BINARY_KERNELS("fff", "6OP_Add", sum), BINARY_KERNELS("fff", "6OP_Sub", difference),
+    BINARY_KERNELS("fff", "6OP_Mul", product), BINARY_KERNELS("fff", "6OP_Div", quotient),
+    BINARY_KERNELS("bff", "10OP_Greater", greater),
+    BINARY_KERNELS("bll", "14OP_LessOrEqual", at_most), BINARY_KERNELS("bbb", "6OP_And", both),
     PER_CHANNEL_KERNEL("6OP_Add", sum), PER_CHANNEL_KERNEL("6OP_Mul", product),
     PER_ROW_KERNEL("6OP_Add", sum), PER_ROW_KERNEL("6OP_Mul", product), PER_ROW_KERNEL("6OP_Div", quotient),
     BROADCAST_KERNEL("6OP_Add", sum), BROADCAST_KERNEL("6OP_Mul", product), BROADCAST_KERNEL("6OP_Div", quotient),
     {"*Transpose4DKernelParallelizeMultipleElementsPerThreadInInnermostDimILi4EE*",
      6, {sizeof(Steps), 8, sizeof(Steps), 8, 8, 4}, transpose_first_three},
     {"*Transpose3DKernelIiLj32EE*", 5, {8, 8, 8, 8, 8}, transpose_last_two},
+    {"*_SplitSmallInnerKernelI4int4EE*", 5, {40, 8, 40, 8, 4}, split},
+    {"*_ConcatKernelSameConcatDimIi*", 6, {sizeof(Division), sizeof(Division), sizeof(Division), 8, sizeof(Pointers), 4},
+     join_equal},
+    {"*_ConcatKernelOutputMajorIiEE*", 6, {sizeof(Division), sizeof(Division), sizeof(Numbers), 8, sizeof(Pointers), 4},
+     join_unequal},
+    {"*_TenaryElementWiseSimpleIfLNS0_18BroadcastIndexTypeE?ELS2_1ELS2_1E*", 5, {8, 8, 8, 8, 4}, one_of_two},
+    {"*cuda11RangeKernelIlEE*", 4, {8, 8, 8, 8}, range},
+    BROADCAST_KERNEL_OF("bll", "14OP_LessOrEqual", at_most), BROADCAST_KERNEL_OF("bbb", "6OP_And", both),
+    {"*cuda12ExpandKernelIjLi*", 6, {4, 4, 8, 8, sizeof(Divisions), sizeof(Steps)}, expand},
     {"*_GatherKernelIiEE*", 9, {8, 8, sizeof(Division), sizeof(Division), 8, 8, 8, 8, 4}, gather},
     {"*BiasGeluKernelIfEE*", 4, {8, 8, 8, 8}, bias_gelu},
     {"*softmax_warp_forwardIfffLi*ELb0EE*", 5, {8, 8, 4, 4, 4}, softmax},
