@@ -95,6 +95,8 @@ class _Stepped:
         self.timed = _Timed(self._model.stepped(spec, device))
         return self.timed
 
+    tried = stepped
+
     def close(self) -> None:
         self._model.close()
 

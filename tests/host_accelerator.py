@@ -9,7 +9,9 @@ import ctypes
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from paceline.backends.cuda.accelerator import Buffer, Event, Stream
 
@@ -42,14 +44,22 @@ class _Stream:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._waiting: deque[tuple[Callable[[int, int, int], Any], int, int, int]] = deque()
         self._done = 0
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         with self._lock:
-            self._waiting.append((target, source, size_bytes))
+            self._waiting.append((ctypes.memmove, target, source, size_bytes))
 
     copy_out = copy_within = copy_in
+
+    def copy_lines(self, target: int, pitch: int, source: int, source_pitch: int, size_bytes: int, count: int) -> None:
+        for line in range(count):
+            self.copy_in(target + line * pitch, source + line * source_pitch, size_bytes)
+
+    def clear(self, target: int, size_bytes: int) -> None:
+        with self._lock:
+            self._waiting.append((ctypes.memset, target, 0, size_bytes))
 
     def record(self, event: Event) -> None:
         assert isinstance(event, _Event)
@@ -67,7 +77,8 @@ class _Stream:
         """Carry out all copies before `place`."""
         with self._lock:
             while self._done < place:
-                ctypes.memmove(*self._waiting.popleft())
+                carry_out, *arguments = self._waiting.popleft()
+                carry_out(*arguments)
                 self._done += 1
 
 

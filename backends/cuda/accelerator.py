@@ -32,7 +32,23 @@ _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
 _WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiters sleep, as others need the core
 
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
 _pointer, _size, _address, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint
+
+
+class _Lines(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        *(("sourceXInBytes", _size), ("sourceY", _size), ("sourceMemoryType", _number), ("sourceHost", _pointer)),
+        *(("source", _address), ("sourceArray", _pointer), ("sourcePitch", _size)),
+        *(("targetXInBytes", _size), ("targetY", _size), ("targetMemoryType", _number), ("targetHost", _pointer)),
+        *(("target", _address), ("targetArray", _pointer), ("targetPitch", _size)),
+        *(("size_bytes", _size), ("count", _size)),
+    )
+
+
 # Without these, ctypes would pass addresses as C ints.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (_pointer,),
@@ -51,6 +67,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
     "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
     "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
+    "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Lines), _pointer),
+    "cuMemsetD8Async": (_address, ctypes.c_ubyte, _size, _pointer),
 }
 _QUEUE_ONLY = frozenset(
     ("cuCtxSetCurrent", "cuEventRecord", "cuStreamWaitEvent", *(name for name in _ARGUMENTS if "Async" in name))
@@ -162,6 +180,19 @@ class Stream:
     def copy_within(self, target: int, source: int, size_bytes: int) -> None:
         """Copy from the device's memory at `source` to the same device's at `target`, when its turn comes."""
         self._device.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self.handle)
+
+    def copy_lines(self, target: int, pitch: int, source: int, source_pitch: int, size_bytes: int, count: int) -> None:
+        """Copy within the device's memory `count` times so many bytes, which lie `source_pitch` bytes from each other
+        from `source` on, and will lie `pitch` from each other from `target` on."""
+        lines = _Lines(
+            sourceMemoryType=_ON_DEVICE, source=source, sourcePitch=source_pitch, targetMemoryType=_ON_DEVICE,
+            target=target, targetPitch=pitch, size_bytes=size_bytes, count=count,
+        )  # fmt: skip
+        self._device.call("cuMemcpy2DAsync_v2", ctypes.byref(lines), self.handle)
+
+    def clear(self, target: int, size_bytes: int) -> None:
+        """Fill the device's memory at `target` with zeros, when its turn comes."""
+        self._device.call("cuMemsetD8Async", target, 0, size_bytes, self.handle)
 
     def record(self, event: Event) -> None:
         """Make `event` stand for everything in the stream now."""

@@ -23,6 +23,7 @@ from paceline.backends.cuda.long_calls import captures
 from paceline.backends.device_blocks import BlockPool
 from paceline.backends.errors import DeviceError, DriverFailed, LoadError, NoDriver
 from paceline.backends.onnx.decoder import DecoderModel, decoder_of
+from paceline.backends.onnx.device_steps import DeviceSteps
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.onnx.model_files import Stamp, files_changed
 from paceline.backends.onnx.options import OnnxOptions, parse_options, without_graphs
@@ -169,8 +170,17 @@ class OnnxModel(TriedModel):
             raise LoadError(f"model '{self._name}': {error}") from error
 
     def stepped(self, spec: ModelSpec, device: Device) -> OnnxInstance:
-        """What runs it with arrays of any shapes, which ONNX Runtime copies itself; `spec` is some of its tensors."""
-        return OnnxInstance(self._session(device), spec, device, self._options)
+        """What runs it with arrays of any shapes; `spec` is some of its tensors. On a device all outputs but the first
+        stay there, for later inputs."""
+        return self._steps(self._session(device), spec, device)
+
+    def tried(self, spec: ModelSpec, device: Device) -> OnnxInstance:
+        """The same before there are instances, the first of which has the same session."""
+        return self._steps(self._sessions[device], spec, device)
+
+    def _steps(self, opened: OpenSession, spec: ModelSpec, device: Device) -> OnnxInstance:
+        kind = OnnxInstance if opened.streams is None else DeviceSteps
+        return kind(opened, spec, device, self._options)
 
     def close(self) -> None:
         self._sessions.clear()

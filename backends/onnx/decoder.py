@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.backends.base import Device, ModelSource
+from paceline.backends.base import Device, DeviceKind, ModelSource
 from paceline.backends.errors import ExecutionError, LoadError
 from paceline.backends.generation import MAX_TOKENS, GenerationLimits, Wanted, read_request, with_prompt
 from paceline.backends.onnx.decoder_block import StepsModel
@@ -53,6 +53,9 @@ class _Stepped(Protocol):
 
     def stepped(self, spec: ModelSpec, device: Device) -> StepsModel:
         """What executes it on `device`, with `spec` for its tensors. Blocks; raises LoadError."""
+
+    def tried(self, spec: ModelSpec, device: Device) -> StepsModel:
+        """The same before it is stepped."""
 
     def close(self) -> None: ...
 
@@ -169,17 +172,17 @@ def _tokenizer_of(source: ModelSource, vocabulary: int) -> Tokenizer | None:
 
 
 def _try_steps(
-    model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any], left: Sequence[Array]
+    model: StepsModel, layout: DecoderLayout, said: Mapping[str, Any], left: Sequence[Array], *, on_gpu: bool
 ) -> tuple[DecoderLayout, Trial]:
     try:
-        return layout, try_steps(model, layout, said, left)
+        return layout, try_steps(model, layout, said, left, on_gpu=on_gpu)
     except ExecutionError:
         window = said.get("sliding_window")
         if not layout.in_place or type(window) is not int or window < 1:
             raise
     # With its attribute sliding_window_cache, the operator refuses pasts that are shorter than its window.
     layout = replace(layout, least_past=window)
-    return layout, try_steps(model, layout, said)
+    return layout, try_steps(model, layout, said, on_gpu=on_gpu)
 
 
 def _tried(
@@ -193,17 +196,19 @@ def _tried(
 ) -> DecoderModel:
     """A model whose steps with made-up tokens give what they should. Raises ExecutionError and LoadError."""
     name, most_tokens = source.name, settings.most_cache_bytes // layout.token_bytes
-    found, left, pads = None, list[Array](), False
+    found, left, pads, on_gpu = None, list[Array](), False, device.kind is DeviceKind.GPU
     of_encoder, of_decoder = ({**said, **_of_part(said, "encoder")}, {**_of_part(said, "decoder"), **said})
     if encoder is not None:
         found = find_encoder(encoder.spec, of_encoder, layout)
         if isinstance(found, str):
             raise LoadError(f"model '{name}': {ENCODER_FILE} doesn't fit its decoder: {found}")
         with _trying(encoder, found.executed, device) as steps:
-            left, pads = source.supervise(partial(try_encoder, steps, found, _vocabulary(of_encoder) or 8))
+            left, pads = source.supervise(
+                partial(try_encoder, steps, found, _vocabulary(of_encoder) or 8, on_gpu=on_gpu)
+            )
         said = of_decoder
     with _trying(model, layout.executed, device) as steps:
-        layout, tried = source.supervise(partial(_try_steps, steps, layout, said, left))
+        layout, tried = source.supervise(partial(_try_steps, steps, layout, said, left, on_gpu=on_gpu))
     limits = _limits_of(name, said, tried.vocabulary, most_tokens, has_encoder=encoder is not None)
     limits = replace(limits, tokenizer=_tokenizer_of(source, tried.vocabulary))
     if layout.least_past:
@@ -222,7 +227,7 @@ def _tried(
 
 @contextmanager
 def _trying(model: _Stepped, spec: ModelSpec, device: Device) -> Iterator[StepsModel]:
-    steps = model.stepped(spec, device)
+    steps = model.tried(spec, device)
     try:
         yield steps
     except ExecutionError:

@@ -9,12 +9,13 @@ encoder is at the left, masked on its right, and stays as the first step has lef
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 
 from paceline.backends.errors import UnfitOutputs
 from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.device_steps import Kept
 from paceline.backends.spec import Array, Tensors, TensorSpec
 
 NO_TOKEN = -1
@@ -27,13 +28,16 @@ _MASKED_AHEAD = 64
 """For so many further tokens a mask is made at once."""
 
 Run = Callable[[Sequence[Array]], Tensors]
+Past = Array | Kept
+"""Where the model that is stepped leaves it."""
 
 
 class StepsModel(Protocol):
     """What executes the model itself, with tensors in the order of `DecoderLayout.executed`."""
 
-    def run(self, inputs: Sequence[Array]) -> Tensors:
-        """Its outputs. Blocks; raises ExecutionError."""
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Its outputs: arrays, but what isn't the first may be `Kept`, for inputs to come. Blocks; raises
+        ExecutionError."""
 
     def keeping(self, kept: Sequence[Array]) -> Run:
         """`run` with `kept` for the last inputs, where the last outputs are written: it takes and returns the
@@ -52,12 +56,12 @@ class Block:
 
     __slots__ = ("_heads", "_mask", "_most", "_wasted", "lengths", "of_source", "pasts", "rows", "source_lengths")
 
-    def __init__(self, rows: tuple[int, ...], lengths: Array, pasts: Sequence[Array]) -> None:
+    def __init__(self, rows: tuple[int, ...], lengths: Array, pasts: Sequence[Past]) -> None:
         self.rows = rows
         self.lengths = lengths
         self.pasts = pasts
         self.source_lengths = np.zeros(len(rows), np.int64)
-        self.of_source: Sequence[Array] = ()
+        self.of_source: Sequence[Past] = ()
         # The largest of `lengths`; what steps have computed for nobody since these rows have their memory; the mask of
         # this step and of some further ones, in which each row has one more.
         self._most = int(lengths.max(initial=0))
@@ -94,13 +98,13 @@ class Block:
         source_lengths = np.concatenate([one.source_lengths[first:end] for one, first, end in parts])
         longest, longest_source = int(lengths.max()), int(source_lengths.max())
         pasts = [
-            _joined([one.pasts[number][first:end] for one, first, end in parts], longest, at_right=True)
+            _joined([(one.pasts[number], first, end) for one, first, end in parts], longest, at_right=True)
             for number in range(len(block.pasts))
         ]
         made = cls(tuple(rows), lengths, pasts)
         made.source_lengths = source_lengths
         made.of_source = [
-            _joined([one.of_source[number][first:end] for one, first, end in parts], longest_source, at_right=False)
+            _joined([(one.of_source[number], first, end) for one, first, end in parts], longest_source, at_right=False)
             for number in range(len(block.of_source))
         ]
         for one in blocks:
@@ -192,12 +196,9 @@ class Block:
         """Take the row that another block has at a place."""
         length, source_length = int(other.lengths[at]), int(other.source_lengths[at])
         for past, theirs in zip(self.pasts, other.pasts, strict=True):
-            end = past.shape[2] - length
-            past[place, :, :end] = 0
-            past[place, :, end:] = theirs[at, :, theirs.shape[2] - length :]
+            _put(past, place, theirs, at, length, at_right=True)
         for mine, theirs in zip(self.of_source, other.of_source, strict=True):
-            mine[place, ..., :source_length, :] = theirs[at, ..., :source_length, :]
-            mine[place, ..., source_length:, :] = 0
+            _put(mine, place, theirs, at, source_length, at_right=False)
         row = other.rows[at]
         self.rows = (*self.rows[:place], row, *self.rows[place + 1 :])
         self.lengths[place], self.source_lengths[place] = length, source_length
@@ -207,10 +208,10 @@ class Block:
             self._mask[place, self.longest - length :] = 1
         other._drop((row,))
 
-    def _leads(self, tokens: Array, new: Array | int, layout: DecoderLayout) -> list[Array]:
+    def _leads(self, tokens: Array, new: Array | int, layout: DecoderLayout) -> list[Past]:
         """What is fed besides pasts; `new`: how many of `tokens` are some, of each row."""
         more, longest = tokens.shape[1], self.longest
-        inputs = list[Array]()
+        inputs = list[Past]()
         for name in layout.leads:
             if name == "input_ids":
                 inputs.append(tokens if more == 1 else np.maximum(tokens, 0))
@@ -238,18 +239,32 @@ def _nothing(one: TensorSpec) -> Array:
     return np.zeros((1, one.dims[1], 0, one.dims[3]), np.float16 if one.datatype == "FP16" else np.float32)
 
 
-def _joined(parts: Sequence[Array], longest: int, *, at_right: bool) -> Array:
-    """The rows of `parts`, [rows, ..., as long as its block, size] each, in one array, for rows of up to `longest`.
-    What a row has is at one side of its block, and will be there."""
-    longest = min(longest, max(part.shape[-2] for part in parts))  # of what isn't made yet, there is none
+def _joined(parts: Sequence[tuple[Past, int, int]], longest: int, *, at_right: bool) -> Past:
+    """The rows of `parts`, from where and to where they are in which, [rows, ..., as long as its block, size] each, in
+    one array, for rows of up to `longest`. What a row has is at one side of its block, and will be there."""
+    longest = min(longest, max(one.shape[-2] for one, _, _ in parts))  # of what isn't made yet, there is none
+    (first, _, _), rows = parts[0], sum(end - begin for _, begin, end in parts)
+    if isinstance(first, Kept):
+        return first.joined(cast("Sequence[tuple[Kept, int, int]]", parts), longest, at_right=at_right)
     # What is masked must be finite all the same: it is multiplied by 0.
-    joined = np.zeros((sum(map(len, parts)), *parts[0].shape[1:-2], longest, parts[0].shape[-1]), parts[0].dtype)
-    at = 0
-    for part in parts:
-        own, width, end = joined[at : at + len(part)], min(longest, part.shape[-2]), part.shape[-2]
-        if at_right:
-            own[..., longest - width :, :] = part[..., end - width :, :]
-        else:
-            own[..., :width, :] = part[..., :width, :]
-        at += len(part)
+    joined, at = np.zeros((rows, *first.shape[1:-2], longest, first.shape[-1]), first.dtype), 0
+    for part, begin, end in cast("Sequence[tuple[Array, int, int]]", parts):
+        width = min(longest, part.shape[-2])
+        mine, theirs = _filled(joined, width, at_right=at_right), _filled(part, width, at_right=at_right)
+        mine[at : at + end - begin] = theirs[begin:end]
+        at += end - begin
     return joined
+
+
+def _put(mine: Past, place: int, theirs: Past, at: int, length: int, *, at_right: bool) -> None:
+    """Replace a row by that of another, which has so much."""
+    if isinstance(mine, Kept):
+        mine.put(place, cast("Kept", theirs), at, length, at_right=at_right)
+    else:
+        mine[place] = 0
+        _filled(mine, length, at_right=at_right)[place] = _filled(cast("Array", theirs), length, at_right=at_right)[at]
+
+
+def _filled(array: Array, length: int, *, at_right: bool) -> Array:
+    """The side of it that has so much."""
+    return array[..., array.shape[-2] - length :, :] if at_right else array[..., :length, :]

@@ -29,6 +29,7 @@ class InPlaceBlock(Block):
     """`pasts`: [places, heads, longest or more, size] each."""
 
     __slots__ = ("_least", "_run")
+    pasts: Sequence[Array]
 
     def __init__(self, rows: tuple[int, ...], lengths: Array, pasts: Sequence[Array], least: int = 0) -> None:
         super().__init__(rows, lengths, pasts)

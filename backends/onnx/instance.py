@@ -121,7 +121,7 @@ class OnnxInstance:
             raise device_failure(error) from error
 
     def _run_keeping(self, inputs: Sequence[Array], kept: Sequence[Array]) -> Tensors:
-        outputs = self.run([*inputs, *kept])
+        outputs = OnnxInstance.run(self, [*inputs, *kept])
         for array, output in zip(kept, outputs[-len(kept) :], strict=True):
             if array.shape != output.shape:
                 raise UnfitOutputs(f"expected what it keeps in shape {list(array.shape)}, got {list(output.shape)}")

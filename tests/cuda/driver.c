@@ -100,6 +100,21 @@ EXPORT int cuMemcpyDtoHAsync_v2(void *target, const void *source, size_t size, S
 EXPORT int cuMemcpyDtoDAsync_v2(void *target, const void *source, size_t size, Stream *stream) {
     CALL("cuMemcpyDtoDAsync", FREELY, code = copy(stream, target, source, size, 0, 0));
 }
+typedef struct {
+    size_t x, y; unsigned memory; const void *host, *device, *array; size_t pitch;
+} Side;
+typedef struct { Side from, to; size_t width, height; } Lines;
+EXPORT int cuMemcpy2DAsync_v2(const Lines *it, Stream *stream) {
+    CALL("cuMemcpy2DAsync", FREELY, {
+        if (it->from.memory != 2 || it->to.memory != 2 || it->from.pitch < it->width || it->to.pitch < it->width) code = INVALID_VALUE;
+        for (size_t line = 0; line < it->height && !code; line++)
+            code = copy(stream, (char *)it->to.device + line * it->to.pitch,
+                        (const char *)it->from.device + line * it->from.pitch, it->width, 0, 0);
+    });
+}
+EXPORT int cuMemsetD8Async(void *target, unsigned char value, size_t size, Stream *stream) {
+    CALL("cuMemsetD8Async", FREELY, code = gpu_set(stream, target, value, size));
+}
 EXPORT int cuMemcpyHtoD_v2(void *target, const void *source, size_t size) {
     CALL("cuMemcpyHtoD", FREELY, code = gpu_at(target, size) ? gpu_copy_now(target, source, size) : INVALID_VALUE);
 }

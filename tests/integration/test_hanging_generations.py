@@ -49,6 +49,8 @@ class Stepped:
     def stepped(self, spec: ModelSpec, device: Device) -> Decoder:
         return Decoder(before=lambda rows: self.gate.enter())
 
+    tried = stepped
+
     def close(self) -> None:
         pass
 
@@ -128,6 +130,8 @@ class GatedModel:
 
     def stepped(self, spec: ModelSpec, device: Device) -> GatedSteps:
         return GatedSteps(self._model.stepped(spec, device), self._gate)
+
+    tried = stepped
 
     def close(self) -> None:
         self._model.close()

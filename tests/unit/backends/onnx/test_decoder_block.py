@@ -4,14 +4,19 @@ leaves or takes the place of another, and all are copied only where that is wort
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from paceline.backends.cuda.accelerator import CudaAccelerator, open_streams
 from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.decoder_block import GONE, NO_TOKEN, Block
 from paceline.backends.onnx.decoder_layout import DecoderLayout
+from paceline.backends.onnx.device_steps import Kept
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from tests.host_accelerator import HostAccelerator
 
 LEADS = {
     "input_ids": ("INT64", (-1, -1)),
@@ -68,6 +73,18 @@ class Model:
     def close(self) -> None: ...
 
 
+class OnDevice(Model):
+    """Leaves what it keeps on a device, which does no copy before somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = open_streams(cast("CudaAccelerator", HostAccelerator()))
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        logits, *kept = super().run([one.value.numpy() if isinstance(one, Kept) else one for one in inputs])
+        return [logits, *(Kept(ort.OrtValue.ortvalue_from_numpy(one), self._streams) for one in kept)]
+
+
 def source_of(row: int, *, encoder: bool) -> Array | None:
     return np.full((1, 1 + row % 5, 1), row, np.float32) if encoder else None
 
@@ -89,10 +106,11 @@ def step(block: Block, model: Model, token: int = 1, *, encoder: bool = False) -
     return {row: one for row, one in zip(block.rows, logits[:, 0].tolist(), strict=True) if row != GONE}
 
 
+@pytest.mark.parametrize("kind", [Model, OnDevice])
 @pytest.mark.parametrize("encoder", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_compute_what_they_do_alone(seed: int, encoder: bool) -> None:
-    random, model, truth, blocks = np.random.default_rng(seed), Model(), dict[int, list[int]](), dict[int, Block]()
+def test_rows_compute_what_they_do_alone(seed: int, encoder: bool, kind: type[Model]) -> None:
+    random, model, truth, blocks = np.random.default_rng(seed), kind(), dict[int, list[int]](), dict[int, Block]()
     taken = 0
     for number in range(600):
         act = random.integers(0, 10)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from paceline.backends.errors import ExecutionError
 from paceline.backends.onnx.decoder_trial import Trial, try_steps
 from paceline.backends.spec import Array, Tensors
 from tests.unit.backends.onnx.generating import VOCABULARY, Decoder, layout
@@ -29,6 +30,20 @@ class Spoilt(Decoder):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_rows_may_be_filled_up_where_that_spoils_nothing(in_place: bool) -> None:
     assert try_steps(Decoder(), layout(in_place), {}) == Trial(VOCABULARY)
+
+
+class Rough(Decoder):
+    """Multiplies many rows with fewer bits of fraction than one."""
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        logits, present = super().run(inputs)
+        return [logits * np.float32(1 if inputs[0].size == 1 else 1.004), present]
+
+
+def test_gpu_may_be_less_exact_with_many_rows() -> None:
+    with pytest.raises(ExecutionError, match="a token after a prompt doesn't give"):
+        try_steps(Rough(), layout(), {})
+    assert try_steps(Rough(), layout(), {}, on_gpu=True) == Trial(VOCABULARY)
 
 
 @pytest.mark.parametrize(
