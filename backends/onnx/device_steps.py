@@ -1,21 +1,23 @@
 """Stepping a decoder on a device, in whose memory its keys and values stay.
 
 Lives here: `DeviceSteps`, which executes, and `Kept`, what it leaves there. Must not: which rows these are, or what is
-fed. The rules: what isn't the first output never comes to the host; all copies are queued on the session's stream, and
-done when a method returns, since memory that is given back may be another session's next.
+fed. The rules: what isn't the first output never comes to the host; copies are queued on the session's stream, and done
+before the model runs, or when an error is raised. Until then their sources are held, as memory that is given back may
+be another session's next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from paceline.backends.cuda.accelerator import Streams
-from paceline.backends.errors import DeviceError
+from paceline.backends.errors import DeviceError, ExecutionError
 from paceline.backends.onnx.failures import device_failure, failure
 from paceline.backends.onnx.instance import OnnxInstance
 from paceline.backends.spec import Array
@@ -23,46 +25,54 @@ from paceline.backends.spec import Array
 _DTYPES: Mapping[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 
 
-class Kept:
-    """A tensor in the device's memory, [rows, ..., length, size]; `value` is ONNX Runtime's."""
+@contextmanager
+def _queueing(streams: Streams) -> Iterator[None]:
+    """Within, work may be queued. If that fails, nothing of it is left under way."""
+    try:
+        streams.accelerator.enter()
+        yield
+    except BaseException as error:
+        with suppress(DeviceError):
+            streams.compute.synchronize()
+        if isinstance(error, DeviceError):
+            raise device_failure(error) from error
+        if isinstance(error, ExecutionError) or not isinstance(error, Exception):
+            raise
+        raise failure(error) from error  # ONNX Runtime's share no base class below Exception
 
-    __slots__ = ("_streams", "dtype", "shape", "value")
+
+class Kept:
+    """A tensor in the device's memory, [rows, ..., length, size]; `value` is ONNX Runtime's. `sources`: what is copied
+    to it before the model runs."""
+
+    __slots__ = ("_streams", "dtype", "shape", "sources", "value")
 
     def __init__(self, value: Any, streams: Streams) -> None:
         self.value = value
         self.shape: tuple[int, ...] = tuple(value.shape())
         self.dtype = _DTYPES[value.data_type()]
+        self.sources = list[Any]()
         self._streams = streams
 
     def joined(self, parts: Sequence[tuple[Self, int, int]], longest: int, *, at_right: bool) -> Self:
-        """The rows of `parts`, from where and to where they are in which, as `decoder_block` joins arrays. Blocks;
-        raises ExecutionError."""
+        """The rows of `parts`, from where and to where they are in which, as `decoder_block` joins arrays. Raises
+        ExecutionError."""
         rows = sum(end - first for _, first, end in parts)
         shape = (rows, *self.shape[1:-2], longest, self.shape[-1])
-        try:
-            self._streams.accelerator.enter()
+        with _queueing(self._streams):
             value = ort.OrtValue.ortvalue_from_shape_and_type(shape, self.dtype, *self._streams.accelerator.ort_device)
             made, at = type(self)(value, self._streams), 0
             made._clear(0, rows)
             for one, first, end in parts:
                 made._copy(at, one, first, end - first, min(longest, one.shape[-2]), at_right=at_right)
                 at += end - first
-            self._streams.compute.synchronize()
-        except DeviceError as error:
-            raise device_failure(error) from error
-        except Exception as error:  # its exceptions share no base class below this one
-            raise failure(error) from error
         return made
 
     def put(self, place: int, other: Self, at: int, length: int, *, at_right: bool) -> None:
-        """Replace a row by that of another, which has so much. Blocks; raises ExecutionError."""
-        try:
-            self._streams.accelerator.enter()
+        """Replace a row by that of another, which has so much. Raises ExecutionError."""
+        with _queueing(self._streams):
             self._clear(place, 1)
             self._copy(place, other, at, 1, length, at_right=at_right)
-            self._streams.compute.synchronize()
-        except DeviceError as error:
-            raise device_failure(error) from error
 
     def _clear(self, place: int, rows: int) -> None:
         """What is masked must be finite all the same: it is multiplied by 0."""
@@ -80,6 +90,7 @@ class Kept:
         if rows and length:
             target, source = (one.value.data_ptr() + begin for one, begin in zip((self, other), places, strict=True))
             count = rows * math.prod(self.shape[1:-2])
+            self.sources.append(other.value)
             self._streams.compute.copy_lines(target, pitches[0], source, pitches[1], length * each, count)
 
     @property
@@ -93,16 +104,20 @@ class DeviceSteps(OnnxInstance):
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         streams = self._streams
         assert streams is not None
-        self._enter(streams)
-        return self._run_planned(lambda inputs: self._run_kept(inputs, streams), inputs)
+        with _queueing(streams):
+            streams.compute.synchronize()
+            return self._run_planned(lambda inputs: self._run_kept(inputs, streams), inputs)
 
     def _run_kept(self, inputs: Sequence[Array | Kept | None], streams: Streams) -> list[Any]:
         session = self._opened().session
         try:
             binding = session.io_binding()
             for name, one in zip(self.input_names, inputs, strict=True):
-                value = one.value if isinstance(one, Kept) else ort.OrtValue.ortvalue_from_numpy(one)
-                binding.bind_ortvalue_input(name, value)
+                if isinstance(one, Kept):
+                    one.sources.clear()
+                    binding.bind_ortvalue_input(name, one.value)
+                else:
+                    binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(one))
             binding.bind_output(self.output_names[0])
             for name in self.output_names[1:]:
                 binding.bind_output(name, *streams.accelerator.ort_device)

@@ -81,6 +81,7 @@ class OnDevice(Model):
         self._streams = open_streams(cast("CudaAccelerator", HostAccelerator()))
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
+        self._streams.compute.synchronize()
         logits, *kept = super().run([one.value.numpy() if isinstance(one, Kept) else one for one in inputs])
         return [logits, *(Kept(ort.OrtValue.ortvalue_from_numpy(one), self._streams) for one in kept)]
 
