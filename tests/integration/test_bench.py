@@ -112,10 +112,11 @@ def test_gpu_benchmark_on_a_cpu_makes_a_document(tmp_path: Path) -> None:
     done = python("bench.gpu", "--device", "cpu", "--quick", "--models", "bert_base_fp32", "--out", str(out))
     assert done.returncode == 0, done.stderr
     found = load(out.read_text())
-    assert [section.name for section in found.sections] == ["gpu-correct", "gpu-frontends", "gpu-bert-base-fp32"]
+    kinds = ["gpu-lengths", "gpu-sequences", "gpu-generations"]
+    assert [one.name for one in found.sections] == [*kinds, "gpu-correct", "gpu-bert-base-fp32", "gpu-frontends"]
     assert not any(section.absent for section in found.sections)
-    assert [one.verdict for one in found.sections[0].comparisons] == ["reached"]
-    for section in found.sections[2:]:
+    assert [one.verdict for one in found.sections[3].comparisons] == ["reached"]
+    for section in found.sections[4:5]:
         assert {one.who for one in section.measurements} >= {"paceline", "run_with_iobinding", "paceline at 70 %"}
         assert not any(one.reach for one in section.comparisons)
     assert "rows/s / run_with_iobinding, which waits for each batch" in markdown(found, "figures")
@@ -194,7 +195,7 @@ def test_gpu_benchmark_without_a_gpu_fails_with_the_reason(tmp_path: Path) -> No
     if can_use_gpu():
         pytest.skip("there is a GPU")
     out = tmp_path / "x"
-    done = python("bench.gpu", "--device", "cuda", "--quick", "--models", "bert_base_fp16", "--out", str(out))
+    done = python("bench.gpu", "--device", "cuda", "--quick", "--only", "models", "--models", "bert", "--out", str(out))
     assert done.returncode == 1
     assert [list(one.absent) for one in load(out.read_text()).sections] == [["paceline"]]
     assert "paceline did not start" in done.stderr

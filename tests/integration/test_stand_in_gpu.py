@@ -31,6 +31,7 @@ _OPTIONS = ("-o", "addopts=--import-mode=importlib", "-m", "gpu", "-rs", "-p", "
 _WITHOUT = ("libnvinfer.so.10: cannot open", "only a stand-in that is always late")
 SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,4,16" } }'
 GRAPHS = f"optimization {{ cuda {{ graphs: true }} }} {SIZES}"
+EXACT = "paceline, paceline.pad off"
 UUIDS = [f"GPU-{byte * 4}-{byte * 2}-{byte * 2}-{byte * 2}-{byte * 6}" for byte in ("10", "11")]
 
 
@@ -66,6 +67,22 @@ def test_gpu_benchmark_completes_with_graphs(libraries: Path, tmp_path: Path) ->
     whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
     assert {one.who for one in bert.measurements} - ideal == whos
     assert {one.who for one in resnet.measurements} - ideal == {*whos, "paceline, images on the GPU"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not LONG, reason="the benchmark's parts have tests of their own; all of it takes 40 s: make proofs")
+def test_gpu_benchmark_measures_lengths_sequences_and_generations(libraries: Path, tmp_path: Path) -> None:
+    parts, out = ("lengths", "sequences", "generations"), tmp_path / "gpu.json"
+    options = ("--device", "cuda", "--quick", "--only", ",".join(parts), "--out", str(out))
+    run = _python("bench.gpu", *options, libraries=libraries)
+    assert run.returncode == 0, run.stderr
+    found = load(out.read_text()).sections
+    assert [one.name for one in found] == [f"gpu-{part}" for part in parts]
+    for section, unit in zip(found, ("texts", "steps", "tokens"), strict=True):
+        assert not section.absent
+        others = {one.who for one in section.measurements if f"{unit}_per_s" in one.values}
+        assert others == {"paceline", *({"run_with_iobinding", "paceline, 1 client"} if unit != "texts" else {EXACT})}
+        assert "missed" not in [one.verdict for one in section.comparisons if not one.point]  # answers
 
 
 def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> subprocess.CompletedProcess[str]:

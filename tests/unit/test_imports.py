@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "protos.inference_pb2_grpc": {"grpc"},
     "protos.generate": {"grpc_tools"},
     "backends.onnx.backend": {"onnxruntime"},
+    "backends.onnx.device_steps": {"onnxruntime"},
     "backends.onnx.generations": {"scheduler.iterations"},
     "backends.onnx.stepping": {"scheduler.iterations"},
     "backends.onnx.instance": {"onnxruntime"},

@@ -15,7 +15,7 @@ from bench.gpu_rounds import ModelRun
 from bench.gpu_sections import scale_frontends
 from bench.summary import Comparison
 
-PLAN = Plan("cuda", 3, 4.0, 1.0, 8, (1, 2), 4, True, 0.0)
+PLAN = Plan("cuda", 3, 4.0, 1.0, 8, 4, 0.0, graphs=True)
 MODEL = gpu_models.chosen("cuda", gpu_models.QUICK)[0]
 
 
