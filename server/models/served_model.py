@@ -47,9 +47,9 @@ from paceline.server.models.device_states import (
     room_on,
     with_states_at_hand,
 )
-from paceline.server.models.instances import Instances, Runner
 from paceline.server.models.kept_responses import KeptResponses
 from paceline.server.models.loader import LoadedVersion
+from paceline.server.models.model_instances import ModelInstances, Runner
 from paceline.server.models.open_requests import OpenRequests, OpenStepMaker, handing_over
 from paceline.server.models.pipeline import Pipeline
 from paceline.server.models.steps import StepMaker, executing_steps, shown_id
@@ -152,7 +152,7 @@ class ServedModel:
                 steps = with_states_at_hand(steps, self.spec, gpu_of(instance))
             return cast("ExecuteInputs", steps)  # what `StepMaker` makes of inputs
 
-        self.instances = Instances(loaded, execute_of, self.statistics, on_change)
+        self.instances = ModelInstances(loaded, execute_of, self.statistics, on_change)
         # The statistics alone if batches aren't traced: then nobody pays for looking.
         observer: Observer = self.statistics
         if tracer is not None and tracer.spans is not None:

@@ -22,7 +22,7 @@ from paceline.scheduler.policy import NEVER
 from paceline.scheduler.request import AnyRequest
 from paceline.scheduler.runner import AnyRunner
 from paceline.server.codec.array_request import ArrayRequest
-from paceline.server.models.instances import Caller
+from paceline.server.models.model_instances import Caller
 from paceline.server.models.model_lookup import ModelLookup
 from paceline.server.models.served_model import ServedModel
 from paceline.server.requests.in_flight import InFlight, failure_of

@@ -131,7 +131,7 @@ async def test_replacement_instance_that_hangs_is_given_up_and_another_is_tried(
 async def test_replacement_is_no_longer_tried_once_too_many_instances_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.server.models.instances._MAX_HANGING", 1)
+    monkeypatch.setattr("paceline.server.models.model_instances._MAX_HANGING", 1)
     model = echo_model("FP32", 2)
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
         async with serving(tmp_path, {"m": model}, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:

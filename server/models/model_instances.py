@@ -61,7 +61,7 @@ class Caller(NamedTuple):
         return self.batcher.executing(self.runner)
 
 
-class Instances:
+class ModelInstances:
     """The instances of `loaded`, executing with what `execute_of` makes of each, or of each of its slots. `on_change`
     is called when `can_execute` may have changed."""
 
