@@ -29,10 +29,9 @@ from paceline.backends.batching import (
     split,
 )
 from paceline.backends.errors import ExecutionError, UnfitOutputs
-from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import Array, ModelSpec, Shape, Tensors, TensorSpec
 from paceline.protos.datatypes import by_name
 
-Shape = tuple[int, ...]
 Inputs = Sequence[Array | DeviceTensor]
 Axes = tuple[tuple[int, int], ...]
 """Pairs of an axis and the index of the length that it has."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Tensors = Sequence[Array]
+Shape = tuple[int, ...]
 
 MISSING: Final[Array] = np.empty(0, np.bool_)
 """Stands for an optional tensor that was left out. Compared by identity (`is`), never by content."""

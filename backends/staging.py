@@ -24,7 +24,7 @@ from paceline.backends.cuda.accelerator import DeviceMemory, HostMemory, Stream
 from paceline.backends.errors import DeviceError, ExecutionError, InstanceError
 from paceline.backends.lengths import Filling, fill_up, runs
 from paceline.backends.onnx.failures import device_failure
-from paceline.backends.spec import Array, Tensors
+from paceline.backends.spec import Array, Shape, Tensors
 
 _GRANULE_BYTES = 256
 """Sizes are rounded up to a multiple of this; tensors without elements have it, too, as they need an address."""
@@ -34,7 +34,6 @@ _KEPT_BLOCKS = 8
 _UINT8 = np.dtype(np.uint8)
 
 DType = np.dtype[Any]
-Shape = tuple[int, ...]
 
 M = TypeVar("M", bound=DeviceMemory | HostMemory)
 

@@ -28,8 +28,8 @@ from paceline.backends.onnx.instance import BFLOAT16
 from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
 from paceline.backends.ragged import as_the_model_sees
-from paceline.backends.spec import ModelSpec, Tensors, TensorSpec
-from paceline.backends.staging import DType, OutputPool, Shape
+from paceline.backends.spec import ModelSpec, Shape, Tensors, TensorSpec
+from paceline.backends.staging import DType, OutputPool
 from paceline.protos.datatypes import by_name
 
 

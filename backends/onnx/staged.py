@@ -38,8 +38,8 @@ from paceline.backends.onnx.failures import device_failure, failure, may_lack_me
 from paceline.backends.onnx.instance import from_ortvalue
 from paceline.backends.onnx.sessions import NO_GRAPH, OpenSession
 from paceline.backends.onnx.shared import Bound, GraphUse, Shared, StagedTensor, check_replays
-from paceline.backends.spec import Array, Tensors
-from paceline.backends.staging import Growing, Made, Shape, array_in, copy_to_targets, gather, repeat, with_targets
+from paceline.backends.spec import Array, Shape, Tensors
+from paceline.backends.staging import Growing, Made, array_in, copy_to_targets, gather, repeat, with_targets
 from paceline.backends.worker_thread import WorkerThread
 
 Inputs = Sequence[Array | DeviceTensor]

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from paceline.backends.batching import Packed
 from paceline.backends.open_request import Told
-from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Tensors, TensorSpec
+from paceline.backends.spec import MISSING, Array, ControlKind, ModelSpec, Shape, Tensors, TensorSpec
 from paceline.protos.inference_pb2 import ModelInferRequest
 from paceline.scheduler.errors import NoSequence, SchedulerError
 from paceline.scheduler.request import SequenceStep
@@ -27,8 +27,6 @@ from paceline.server.codec.wire_request import AnyMessage, step_in
 from paceline.server.errors import InvalidRequest, ServerError
 from paceline.server.memory.region_tensors import Input, Inputs
 from paceline.server.memory.regions import Regions
-
-Shape = tuple[int, ...]
 
 _NO_STEP = SequenceStep(0)
 _HASHED_BYTES = 16

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.backends.spec import ModelSpec
+from paceline.backends.spec import ModelSpec, Shape
 from paceline.server.errors import InvalidRequest
-
-Shape = tuple[int, ...]
 
 
 class Sizes:

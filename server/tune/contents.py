@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.backends.spec import Array, ModelSpec
+from paceline.backends.spec import Array, ModelSpec, Shape
 from paceline.clients.inputs import InputError, TypedInputs
 from paceline.server.errors import InvalidRequest
 from paceline.server.models.served_model import ServedModel
@@ -17,8 +17,6 @@ from paceline.server.requests.inner_request import array_request
 from paceline.server.tune.simulation import Contents
 
 __all__ = ["LoadContents", "contents_of"]
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
