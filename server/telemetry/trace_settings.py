@@ -64,11 +64,12 @@ class OtlpTarget:
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     """What `--trace-config` says: where traces go, to a `file` in mode triton, to `otlp` in mode opentelemetry (with
-    neither, nothing is traced), and the settings to begin with."""
+    neither, nothing is traced), and the settings to begin with; how long the end waits for a file that hangs."""
 
     file: Path | None = None
     settings: TraceSettings = field(default_factory=TraceSettings)
     otlp: OtlpTarget | None = None
+    patience_s: float = 3.0
 
     @property
     def mode(self) -> str:

@@ -28,7 +28,7 @@ class TraceWriter:
     """Writes to `path`, or to `path` with .0, .1, … appended. Existing files are overwritten. As in Triton, a file with
     all traces that were asked for gets a number, too."""
 
-    def __init__(self, path: Path, patience_s: float = 3.0) -> None:
+    def __init__(self, path: Path, patience_s: float) -> None:
         self._path = path
         self._patience_s = patience_s
         self._waiting: Queue[tuple[Entries, int, bool] | None] = Queue(_MAX_WAITING)

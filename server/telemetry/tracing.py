@@ -62,7 +62,7 @@ class Tracer:
     def __init__(self, config: TraceConfig | None = None) -> None:
         config = config or TraceConfig()
         self._store = TraceStore(config)
-        self._writer = TraceWriter(config.file) if config.file is not None else None
+        self._writer = TraceWriter(config.file, config.patience_s) if config.file is not None else None
         self.can_trace = config.has_target
         self.spans: Spans | None = None
         if config.otlp is not None:

@@ -21,18 +21,12 @@ from paceline.server.telemetry.tracing import Answered, Tracer
 FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are written completely, however busy the machine is."""
-    monkeypatch.setattr(TraceWriter.__init__, "__defaults__", (60.0,))
-
-
 class Traced:
     """A tracer into t.json, and what it has written once it is closed."""
 
     def __init__(self, folder: Path, settings: TraceSettings) -> None:
         self.folder = folder
-        self.tracer = Tracer(TraceConfig(folder / "t.json", settings))
+        self.tracer = Tracer(TraceConfig(folder / "t.json", settings, patience_s=60))  # however busy the machine is
         self.tracer.start()
 
     def record(self, *requests: str, model: str = "m") -> None:
