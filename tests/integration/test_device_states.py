@@ -25,10 +25,20 @@ from tests.cuda import stand_in
 from tests.host_accelerator import HostAccelerator
 from tests.integration.regions import settings
 from tests.integration.scripted import own
+from tests.integration.sequence_serving import (
+    KEEPS,
+    STATE,
+    numbers,
+    over_a_stream,
+    over_calls,
+    result,
+    step,
+    steps,
+    sums,
+)
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.test_cuda_shared_memory import Gpu, register_cuda
 from tests.integration.test_sequence_lengths import CASES, alone
-from tests.integration.test_sequences import KEEPS, STATE, numbers, over_a_stream, over_calls, result, step, steps, sums
 from tests.polling import eventually_async
 from tests.shared_objects import add_shared_input, request_shared_output
 

@@ -18,9 +18,9 @@ from tests import open_puppet
 from tests.ensembles import Step, ensemble_config, write_ensemble
 from tests.harness import touch
 from tests.integration.controlling import explicit, load
+from tests.integration.sequence_serving import STATE
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
-from tests.integration.test_sequences import STATE
 from tests.memory_models import MemoryModel
 from tests.models import write
 from tests.polling import eventually_async

@@ -20,8 +20,7 @@ from paceline.server.errors import StartError
 from tests import state_models
 from tests.integration.regions import register
 from tests.integration.scripted import own
-from tests.integration.serving import failure_of
-from tests.integration.test_sequences import (
+from tests.integration.sequence_serving import (
     PATIENT,
     Inputs,
     over_a_stream,
@@ -31,6 +30,7 @@ from tests.integration.test_sequences import (
     step,
     steps,
 )
+from tests.integration.serving import failure_of
 from tests.shared_objects import add_shared_input, shared_object
 
 

@@ -14,9 +14,9 @@ import pytest
 from paceline.protos import inference_pb2 as pb
 from tests import models, state_models
 from tests.integration.front_memory import nothing_held, through_each, two
+from tests.integration.sequence_serving import KEEPS
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
-from tests.integration.test_sequences import KEEPS
 from tests.wire import Array, infer
 
 SMALL, LARGE = 2, 16_384

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import triton_puppet
+from tests.integration.decoupled_serving import Told, rest
 from tests.integration.serving import Served
 from tests.integration.streams import Stream
-from tests.integration.test_decoupled import Told, rest
 from tests.integration.triton_serving import BATCHED, asking, number, served
 from tests.polling import eventually_awaited
 
