@@ -70,14 +70,16 @@ _REAP_S = 10.0
 itself."""
 
 # A package that has this product's modules but doesn't put its parent folder on the path: another interpreter must not
-# find the server's numpy.
+# find the server's numpy. Nor are its arguments the model's, whose code may parse those that it finds.
 _BOOTSTRAP = """
 import sys, types
 sys.path[:] = [path for path in sys.path if path]
 package = sys.modules["paceline"] = types.ModuleType("paceline")
 package.__path__ = [sys.argv[1]]
 from paceline.backends.python.worker import main
-main(sys.argv[2:])
+arguments = sys.argv[2:]
+del sys.argv[1:]
+main(arguments)
 """
 _PACKAGE = str(Path(__file__).parents[2])
 

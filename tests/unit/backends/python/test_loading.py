@@ -214,6 +214,10 @@ def test_interpreter_is_the_servers_by_default(folder: Path) -> None:
     assert failure(folder, text) == f"model 'm': ValueError: {sys.executable}"
 
 
+def test_arguments_of_the_process_are_not_the_codes(folder: Path) -> None:
+    open_model(folder, f"import sys\nassert not sys.argv[1:], sys.argv\n{CLASS}")
+
+
 def test_fork_that_returns_from_load_sends_no_answer(folder: Path) -> None:
     fork = """
     def load(self, context):
