@@ -128,7 +128,7 @@ class ModelSource:
     read again. `calls` are the models that its code calls, by `on_call` (`backends.model_call`). `config`: the whole
     configuration as JSON, with the names of `model_config.proto`, for models that look at it. `why_raw`: why a decoder
     isn't to generate (`backends.generation`) but to be executed as it is, as its configuration wants; "" if it may.
-    `supervise` runs what is executed while it is opened.
+    `supervise` runs what is executed while it is opened. `close_s`: how long a process of its own may take to end.
     """
 
     name: str
@@ -148,6 +148,7 @@ class ModelSource:
     config: str = ""
     why_raw: str = ""
     supervise: Supervise = field(default_factory=lambda: unsupervised)
+    close_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

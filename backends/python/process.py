@@ -58,8 +58,6 @@ _REGION_BYTES = 2**30
 """Shared memory for tensors, in each direction. A bound that costs nothing by itself; what exceeds it is sent in
 messages, at some cost."""
 _LONGEST_LINE_BYTES = 8 * 1024
-_CLOSE_S = 5.0
-"""For the model's `close` and the interpreter's exit."""
 _OUTPUT_GRACE_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
@@ -85,13 +83,12 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 class ModelProcess:
-    """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
+    """A process that runs the model of `source`; `load` comes first."""
 
     _mode = BATCHES
 
-    def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
+    def __init__(self, source: ModelSource, device: Device) -> None:
         """Start it. Raises LoadError if that fails."""
-        self._close_s = close_s
         self._source = source
         self.device = device
         self._last_line = ""
@@ -237,8 +234,8 @@ class ModelProcess:
         with self._lock:
             self._on_end = _nothing
         self._say_close()
-        if not self._ended.wait(self._close_s):
-            name, close_s = self._source.name, self._close_s
+        name, close_s = self._source.name, self._source.close_s
+        if not self._ended.wait(close_s):
             _log.warning("model '%s': its process didn't end within %g s and is killed", name, close_s)
             self.kill()
             self._ended.wait(_REAP_S)

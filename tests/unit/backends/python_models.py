@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from paceline.backends.base import Device, DeviceKind, ModelInstance, ModelSourc
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
 
-__all__ = ["CLASS", "CPU", "SPEC", "is_alive", "request", "run", "serving"]
+__all__ = ["CLASS", "CPU", "SPEC", "is_alive", "model_source", "request", "run", "serving"]
 
 CPU = Device(DeviceKind.CPU)
 SPEC = ModelSpec((TensorSpec("INPUT0", "INT64", (1,)),), (TensorSpec("OUTPUT0", "INT64", (1,)),), batched=True)
@@ -27,12 +28,19 @@ class Model:
 """
 
 
+def model_source(
+    path: Path, declared: ModelSpec | None = None, parameters: Mapping[str, str] | None = None, **more: Any
+) -> ModelSource:
+    """Of a model `m`, whose process gets to its end however busy the machine is."""
+    return ModelSource("m", path, declared, parameters or {}, **{"close_s": 60, **more})
+
+
 @contextmanager
 def serving(folder: Path, text: str, spec: ModelSpec) -> Iterator[ModelInstance]:
     """An instance of a model whose model.py has that text."""
     folder.mkdir(exist_ok=True)
     (folder / "model.py").write_text(text)
-    model = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU)
+    model = PythonBackend().open(model_source(folder / "model.py"), CPU)
     instance = model.instance(spec, CPU)
     try:
         yield instance

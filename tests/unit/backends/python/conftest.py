@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.base import ModelSource
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.python.instance import PythonInstance
-from paceline.backends.python.process import ModelProcess
 from tests import puppet
-from tests.unit.backends.python_models import CPU, SPEC
+from tests.unit.backends.python_models import CPU, SPEC, model_source
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes get to their end, and their last lines are read, however busy the machine is."""
-    monkeypatch.setattr(ModelProcess.__init__, "__defaults__", (60.0,))
+    """The last lines of processes are read, however busy the machine is."""
     monkeypatch.setattr("paceline.backends.python.process._OUTPUT_GRACE_S", 60.0)
 
 
@@ -30,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def instance(folder: Path) -> Iterator[PythonInstance]:
     """An instance of the puppet (`tests.puppet`)."""
-    model = PythonBackend().open(ModelSource("m", puppet.write_puppet(folder)), CPU)
+    model = PythonBackend().open(model_source(puppet.write_puppet(folder)), CPU)
     made = model.instance(SPEC, CPU)
     yield made
     made.close()

@@ -11,13 +11,12 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from paceline.backends.base import ModelSource
 from paceline.backends.errors import LoadError, ProcessError, UpstreamFailed, UpstreamRefused
 from paceline.backends.model_call import ModelCall
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.python.instance import PythonInstance
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
-from tests.unit.backends.python_models import CPU
+from tests.unit.backends.python_models import CPU, model_source
 
 SPEC = ModelSpec(
     (TensorSpec("run", "BYTES", (1,)), TensorSpec("x", "FP32", (16,))), (TensorSpec("y", "FP32", (4,)),), batched=True
@@ -48,7 +47,7 @@ class Calls(SimpleQueue[ModelCall]):
 @contextmanager
 def opened(folder: Path, calls: Calls) -> Iterator[PythonInstance]:
     (folder / "model.py").write_text(SOURCE)
-    source = ModelSource("m", folder / "model.py", calls=("other",), on_call=calls.put)
+    source = model_source(folder / "model.py", calls=("other",), on_call=calls.put)
     model = PythonBackend().open(source, CPU)
     instance = model.instance(SPEC, CPU)
     try:
@@ -218,5 +217,5 @@ def test_class_that_cannot_take_models_fails_its_load(tmp_path: Path, attribute:
     declared = 'inputs = {"x": ("FP32", [1])}\n    outputs = inputs\n    def execute(self, inputs): pass'
     (tmp_path / "model.py").write_text(f"class Model:\n    {attribute}\n    {declared}")
     with pytest.raises(LoadError, match=text):
-        PythonBackend().open(ModelSource("m", tmp_path / "model.py", calls=("other",)), CPU)
-    PythonBackend().open(ModelSource("m", tmp_path / "model.py"), CPU).close()
+        PythonBackend().open(model_source(tmp_path / "model.py", calls=("other",)), CPU)
+    PythonBackend().open(model_source(tmp_path / "model.py"), CPU).close()

@@ -13,7 +13,6 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from paceline.backends.base import ModelSource
 from paceline.backends.errors import ExecutionError, OutOfMemory, ProcessEndedBeforeBatch, ProcessError
 from paceline.backends.open_request import ELSEWHERE, Answer, OpenRequest
 from paceline.backends.python.backend import PythonBackend
@@ -21,7 +20,7 @@ from paceline.backends.python.decoupled import DecoupledInstance
 from paceline.backends.spec import MISSING, ModelSpec, TensorSpec
 from tests.open_puppet import SOURCE
 from tests.polling import eventually
-from tests.unit.backends.python_models import CPU, is_alive
+from tests.unit.backends.python_models import CPU, is_alive, model_source
 
 SPEC = ModelSpec(
     (TensorSpec("x", "INT64", (1,)),), (TensorSpec("y", "INT64", (-1,)), TensorSpec("z", "BYTES", ())), batched=True
@@ -73,7 +72,7 @@ def instance(tmp_path: Path) -> Iterator[DecoupledInstance]:
 @contextmanager
 def opened(folder: Path, source: str) -> Iterator[DecoupledInstance]:
     (folder / "model.py").write_text(source)
-    model = PythonBackend().open(ModelSource("m", folder / "model.py", decoupled=True), CPU)
+    model = PythonBackend().open(model_source(folder / "model.py", decoupled=True), CPU)
     instance = model.instance(SPEC, CPU)
     assert isinstance(instance, DecoupledInstance)
     try:

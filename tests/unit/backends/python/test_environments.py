@@ -15,6 +15,7 @@ from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import LoadError
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.python.environments import unpack
+from tests.unit.backends.python_models import model_source
 
 SOURCE = """
 import os, sys
@@ -36,7 +37,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
     folder = tmp_path / "m" / "1"
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(SOURCE)
-    return ModelSource("m", folder / "model.py")
+    return model_source(folder / "model.py")
 
 
 def at(source: ModelSource, path: str, **more: str) -> ModelSource:

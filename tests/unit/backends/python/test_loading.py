@@ -16,21 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource
+from paceline.backends.base import Device, DeviceKind, GroupKind, InstanceGroup
 from paceline.backends.cuda.driver import count_gpus
 from paceline.backends.errors import LoadError
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.spec import ModelSpec, TensorSpec
 from tests import puppet
 from tests.rlimits import limited
-from tests.unit.backends.python_models import CLASS, CPU
+from tests.unit.backends.python_models import CLASS, CPU, model_source
 
 
 def open_model(folder: Path, text: str, declared: ModelSpec | None = None, **parameters: str) -> object:
     """The spec of a model with that text, which is opened and closed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(text)
-    source = ModelSource("m", folder / "model.py", declared, parameters)
+    source = model_source(folder / "model.py", declared, parameters)
     model = PythonBackend().open(source, CPU)
     model.close()
     return model.spec
@@ -84,11 +84,11 @@ def test_failed_load_says_why_in_one_line(folder: Path, text: str, words: str) -
 
 def test_load_without_a_file_says_where_it_was_expected(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=f"expected a file model.py in {tmp_path}"):
-        PythonBackend().open(ModelSource("m", tmp_path / "model.py"), CPU)
+        PythonBackend().open(model_source(tmp_path / "model.py"), CPU)
 
 
 def test_load_with_operator_libraries_or_accelerators_is_refused(folder: Path) -> None:
-    source = ModelSource("m", puppet.write_puppet(folder), op_libraries=(folder / "a.so",))
+    source = model_source(puppet.write_puppet(folder), op_libraries=(folder / "a.so",))
     with pytest.raises(LoadError, match="no use for libraries of operators"):
         PythonBackend().open(source, CPU)
     with pytest.raises(LoadError, match="no use for execution accelerators"):
@@ -96,13 +96,13 @@ def test_load_with_operator_libraries_or_accelerators_is_refused(folder: Path) -
 
 
 def test_load_with_a_missing_interpreter_is_refused(folder: Path) -> None:
-    source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "bin/python"})
+    source = model_source(puppet.write_puppet(folder), parameters={"paceline.python_executable": "bin/python"})
     with pytest.raises(LoadError, match=f"{folder}/bin/python can't be run: No such file"):
         PythonBackend().open(source, CPU)
 
 
 def test_load_with_an_impossible_interpreter_path_leaves_no_descriptor_open(folder: Path) -> None:
-    source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "a\0b"})
+    source = model_source(puppet.write_puppet(folder), parameters={"paceline.python_executable": "a\0b"})
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         with pytest.raises(LoadError, match="can't be run: embedded null byte"):
@@ -111,7 +111,7 @@ def test_load_with_an_impossible_interpreter_path_leaves_no_descriptor_open(fold
 
 
 def test_load_without_room_for_its_connection_is_refused(folder: Path) -> None:
-    source = ModelSource("m", puppet.write_puppet(folder))
+    source = model_source(puppet.write_puppet(folder))
     words = "model 'm': no connection to its process: File too large"
     with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(LoadError, match=words):
         PythonBackend().open(source, CPU)
@@ -132,7 +132,7 @@ def children() -> set[str]:
 def test_load_with_too_few_threads_is_refused_and_leaves_nothing_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, started: int
 ) -> None:
-    source = ModelSource("m", puppet.write_puppet(folder))
+    source = model_source(puppet.write_puppet(folder))
     before, descriptors, start = children(), len(list(Path("/proc/self/fd").iterdir())), threading.Thread.start
     threads: list[threading.Thread] = []
 

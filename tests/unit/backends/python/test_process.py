@@ -19,7 +19,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from paceline.backends.base import ModelSource, ProvidesBuffers
+from paceline.backends.base import ProvidesBuffers
 from paceline.backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
 from paceline.backends.python.backend import PythonBackend
 from paceline.backends.python.instance import PythonInstance
@@ -29,7 +29,7 @@ from paceline.backends.transport.blocking_link import BlockingLink
 from tests import fronts, puppet
 from tests.polling import eventually
 from tests.rlimits import without_threads
-from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
+from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, model_source, run, serving
 
 pytestmark = pytest.mark.usefixtures("processes_as_usual")
 
@@ -93,7 +93,7 @@ def test_death_of_a_process_before_it_reads_a_batch_is_distinguished_from_a_cras
 
 def test_instance_of_a_file_whose_declared_tensors_have_changed_is_refused(folder: Path) -> None:
     path = puppet.write_puppet(folder)
-    model = PythonBackend().open(ModelSource("m", path), CPU)
+    model = PythonBackend().open(model_source(path), CPU)
     first = model.instance(SPEC, CPU)
     path.write_text(path.read_text().replace('"INT64", [-1, 1]', '"FP32", [-1, 1]'))
     with pytest.raises(LoadError, match="model 'm': the tensors that its file declares have changed; load it again"):
@@ -146,7 +146,7 @@ HERE = pathlib.Path(__file__).parent
 """
     folder.mkdir()
     (folder / "model.py").write_text(text)
-    model = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU)
+    model = PythonBackend().open(model_source(folder / "model.py"), CPU)
     first = model.instance(model.spec, CPU)
     (folder / "slow").touch()
     with ThreadPoolExecutor(1) as loading:
@@ -173,7 +173,7 @@ def test_close_calls_the_models_close_and_leaves_nothing_behind(folder: Path) ->
     # Compared as a set and not counted: some disappear meanwhile, as processes of earlier tests are still being cleaned
     # up.
     before = _held()
-    source = ModelSource("m", puppet.write_puppet(folder))
+    source = model_source(puppet.write_puppet(folder))
     model = PythonBackend().open(source, CPU)
     instances = [model.instance(SPEC, CPU) for _ in range(2)]
     pids = [run(instance, puppet.PID)[0] for instance in instances]
@@ -220,7 +220,7 @@ def _held() -> set[object]:
 def test_close_that_takes_too_long_is_killed(folder: Path) -> None:
     folder.mkdir()
     (folder / "model.py").write_text(f"{CLASS}    def close(self): __import__('threading').Event().wait()")
-    process = ModelProcess(ModelSource("m", folder / "model.py"), CPU, close_s=0.1)
+    process = ModelProcess(model_source(folder / "model.py", close_s=0.1), CPU)
     process.load()
     process.close()
     assert process.end == "was killed by SIGKILL"
@@ -275,7 +275,7 @@ class RecordingBuffers(PythonInstance):
 @pytest.fixture
 def counting(tmp_path: Path) -> Iterator[RecordingBuffers]:
     (tmp_path / "model.py").write_text(WIDE)
-    instance = RecordingBuffers(WIDE_SPEC, ModelProcess(ModelSource("m", tmp_path / "model.py"), CPU))
+    instance = RecordingBuffers(WIDE_SPEC, ModelProcess(model_source(tmp_path / "model.py"), CPU))
     assert instance._process is not None
     instance._process.load()
     yield instance
