@@ -1,8 +1,8 @@
 """A session of ONNX Runtime in another process: what that is asked, and trials of models there.
 
 Lives here: questions; which models are tried, and how; processes for that, and their reuse. Must not: know what follows
-from a trial, or how it goes (`backends.trial`). Inputs that a model wasn't made for may cause more than an exception: a
-division by zero in native code ends the process; the server would go with all of its models and callers.
+from a trial, or how it goes (`backends.row_trial`). Inputs that a model wasn't made for may cause more than an
+exception: a division by zero in native code ends the process; the server would go with all of its models and callers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from paceline.backends.onnx.options import OnnxOptions
 from paceline.backends.onnx.spec import Found, why_not_passed
 from paceline.backends.python.process import ModelProcess
 from paceline.backends.ragged import turning
+from paceline.backends.row_trial import try_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors
-from paceline.backends.trial import try_rows
 from paceline.backends.trials import LengthAxis, LengthTrial, Supervise, Trial, unsupervised
 
 FILE = Path(__file__).with_name("model.py")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.backends.errors import ExecutionError
+from paceline.backends.row_trial import try_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from paceline.backends.trial import try_rows
 from paceline.backends.trials import Trial
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))

@@ -14,8 +14,8 @@ from paceline.backends.base import Device, ModelSource
 from paceline.backends.errors import ExecutionError, OutOfMemory
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.onnx.backend import OnnxBackend
+from paceline.backends.row_trial import try_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from paceline.backends.trial import try_rows
 from paceline.backends.trials import Trial
 from tests import models
 

@@ -26,7 +26,7 @@ from paceline.backends.errors import (
 )
 from paceline.backends.length_trial import _StateDiffers
 from paceline.backends.made_up import GivenUp
-from paceline.backends.trial import _TimeIsUp
+from paceline.backends.row_trial import _TimeIsUp
 from paceline.protos.datatypes import UnknownDatatypeError
 from paceline.protos.generate import GenerateError
 from paceline.protos.tensors import TensorError

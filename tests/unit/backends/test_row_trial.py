@@ -19,8 +19,8 @@ from paceline.backends.errors import ExecutionError, LoadError, OutOfMemory, Pro
 from paceline.backends.made_up import MAX_BYTES
 from paceline.backends.onnx.backend import OnnxBackend
 from paceline.backends.own_process.session import OwnProcessSession
+from paceline.backends.row_trial import try_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from paceline.backends.trial import try_rows
 from paceline.backends.trials import Trial
 from tests import models, odd_models
 from tests.host_accelerator import HostAccelerator
