@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.errors import ExecutionError
+from paceline.backends.row_trial import try_rows
 from paceline.backends.spec import Array, ModelSpec, Tensors, TensorSpec
-from paceline.backends.trial import try_rows
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 
