@@ -40,8 +40,8 @@ class Idle(dict[T, int]):
         """What was idle for too long, or much of it: then `due_ns` says that there is more. The caller removes it."""
         if self._due_ns is None or now_ns < self._due_ns:
             return []
-        # In time, all that are due are given. Later, only those that were due when they were looked at before; once none
-        # of these is left, the others get their time.
+        # In time, all that are due are given. Later, only those that were due at the look before; once none of these is
+        # left, the others get their time.
         since_ns, until_ns = next(iter(self.values()), now_ns), now_ns - self._limit_ns
         if now_ns <= max(self._due_ns, since_ns + self._limit_ns) + _LATE_NS:
             self._timely_ns = until_ns
