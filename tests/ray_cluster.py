@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -98,16 +99,23 @@ class RayCluster:
 # ---- In that process -------------------------------------------------------------------------------------------------
 
 
+def _read(pid: int, file: str) -> bytes:
+    """Nothing of a process that has ended: jobs come and go."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def _descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = [int(child) for child in _read(pid, f"task/{pid}/children").split()]
     return [*children, *(each for child in children for each in _descendants(child))]
 
 
 def _named(raylet: int, prefix: str) -> dict[int, str]:
     """The processes of a node."""
-    files = {pid: Path(f"/proc/{pid}/cmdline") for pid in (raylet, *_descendants(raylet))}
-    names = {pid: file.read_bytes().partition(b"\0")[0].decode() for pid, file in files.items()}
-    return {pid: name for pid, name in names.items() if name.startswith(prefix)}
+    names = {pid: _read(pid, "cmdline").partition(b"\0")[0].decode() for pid in (raylet, *_descendants(raylet))}
+    return {pid: name for pid, name in names.items() if name and name.startswith(prefix)}
 
 
 def main(*cpus: str) -> None:
@@ -133,7 +141,8 @@ def main(*cpus: str) -> None:
             number, what, prefix = json.loads(line)
             found = _named(raylets[number], prefix)
             for pid in found if what == "kill" else ():
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             print(json.dumps(found), file=answers, flush=True)
     finally:
         cluster.shutdown()
