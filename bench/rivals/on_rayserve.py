@@ -48,7 +48,8 @@ class Onnx:
 
 def main(port: int, file: str) -> None:
     ending = threading.Event()
-    ray.init(include_dashboard=False, object_store_memory=100 << 20, _node_ip_address="127.0.0.1")
+    # Not whatever cluster there is in this machine: serve.shutdown would end what that serves.
+    ray.init("local", include_dashboard=False, object_store_memory=100 << 20, _node_ip_address="127.0.0.1")
     signal.signal(signal.SIGTERM, lambda number, frame: ending.set())
     service = "paceline.protos.inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server"
     serve.start(
