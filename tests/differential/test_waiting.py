@@ -15,7 +15,7 @@ from paceline.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.differential.comparing import Call, answer_of
 from tests.differential.messages import load
 from tests.differential.pair import Both, One, serving_both
-from tests.differential.scenes import ADDED, MODELS, SLOW, asking, step
+from tests.differential.scenes import ADDED, MODELS, asking, step
 from tests.differential.test_counts import counts
 from tests.differential.test_scenes import counted, differences
 from tests.polling import eventually
@@ -54,9 +54,20 @@ def outcome(call: Any) -> int | str:
         return str(failure.code().name)
 
 
-def behind_a_slow_one(one: One, sequence: int, *requests: pb.ModelInferRequest) -> list[Any]:
-    """Calls with these steps, which wait behind one that executes, in this order."""
-    calls = [sent(one, step(sequence, SLOW + "\n" + ADDED, start=True))]
+def held_up(gate: Path, code: str) -> str:
+    """`code` for a model, run once there is a file `gate`."""
+    return f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{code}"
+
+
+def open_behind_calls(gate: Path, one: One) -> None:
+    """Open the gate once the server has heard of what the calls have told it so far."""
+    GRPCInferenceServiceStub(one.channel).ServerLive(pb.ServerLiveRequest(), timeout=20)  # type: ignore[no-untyped-call]
+    gate.touch()
+
+
+def behind_one_held_up(one: One, gate: Path, sequence: int, *requests: pb.ModelInferRequest) -> list[Any]:
+    """Calls with these steps, which wait behind one that executes until the gate opens, in this order."""
+    calls = [sent(one, step(sequence, held_up(gate, ADDED), start=True))]
     for request in requests:
         waiting = counts(one, "memory")["nv_pending_request_count"]
         calls.append(sent(one, request))
@@ -70,17 +81,22 @@ def behind_a_slow_one(one: One, sequence: int, *requests: pb.ModelInferRequest) 
     return calls
 
 
-def test_start_behind_cancelled_step_goes_on_only_here(one: One, keeping: Both) -> None:
-    calls = behind_a_slow_one(one, 1, step(1), step(1), step(1, start=True), step(1, end=True))
+def test_start_behind_cancelled_step_goes_on_only_here(one: One, keeping: Both, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    calls = behind_one_held_up(one, gate, 1, step(1), step(1), step(1, start=True), step(1, end=True))
     calls[1].cancel()
+    open_behind_calls(gate, one)
     expected = ["CANCELLED"] * 3 if one is keeping.triton else ["INVALID_ARGUMENT", 1, 2]
     assert [outcome(call) for call in calls] == [1, "CANCELLED", *expected]
 
 
-def test_id_used_again_waits_only_here(one: One, keeping: Both) -> None:
-    first, _, again = calls = behind_a_slow_one(one, 5, step(5, end=True), step(5, start=True, end=True))
-    assert outcome(again) == 1
-    assert first.done() == (one is keeping.here)
+def test_id_used_again_waits_only_here(one: One, keeping: Both, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    _, _, again = calls = behind_one_held_up(one, gate, 5, step(5, end=True), step(5, start=True, end=True))
+    if one is keeping.triton:
+        assert outcome(again) == 1
+    assert again.done() == (one is keeping.triton)
+    gate.touch()
     assert [outcome(call) for call in calls] == [1, 2, 1]
 
 
@@ -120,12 +136,14 @@ def test_only_tritons_ensembles_answer_with_parameters(one: One, keeping: Both) 
 
 def test_cancelled_requests_are_answered_only_in_triton(one: One, keeping: Both, tmp_path: Path) -> None:
     """Of a model that batches nothing dynamically."""
-    begun, before = tmp_path / "begun", counted(one, "plain")
-    calls = [sent(one, asking("plain", f"open({str(begun)!r}, 'w').close(); {SLOW}response = answer(1)"))]
+    begun, gate, before = tmp_path / "begun", tmp_path / "gate", counted(one, "plain")
+    held = held_up(gate, "response = answer(1)")
+    calls = [sent(one, asking("plain", f"open({str(begun)!r}, 'w').close()\n{held}"))]
     eventually(begun.exists, "an execution")
     calls.append(sent(one, asking("plain", "response = answer(2)")))
     eventually(lambda: counts(one, "plain")["nv_pending_request_count"] == 1, "one that waits")
     for call in calls:
         call.cancel()
+    open_behind_calls(gate, one)
     expected = {"plain": (2, 0, 2, 2) if one is keeping.triton else (0, 2, 1, 1)}
     eventually(lambda: not differences(one, {"plain": before}, expected), f"{expected}")
