@@ -9,11 +9,12 @@ encoder is at the left, masked on its right, and stays as the first step has lef
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, Self, cast
 
 import numpy as np
 
-from paceline.backends.errors import UnfitOutputs
+from paceline.backends.errors import OutOfMemory, UnfitOutputs
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.device_steps import Kept
 from paceline.backends.spec import Array, Tensors, TensorSpec
@@ -132,6 +133,8 @@ class Block:
             self._most = max(self.lengths.tolist())
             if self._mask is not None:
                 self._mask[places, : self.longest] = 0
+            if not self.count:
+                self.pasts = self.of_source = ()  # somebody may still hold the block
 
     def step(self, model: StepsModel, tokens: Array, layout: DecoderLayout) -> Array:
         """Add `tokens`, [places, some], to the rows. If none has a past, rows may have fewer, after so many NO_TOKEN.
@@ -178,7 +181,9 @@ class Block:
         most = self._most
         for one, at in new:
             most = max(most, int(one.lengths[at]))
-            if one.source_lengths[at] > self._source_width:
+            # What is on the host, for lack of memory, stays there.
+            are_apart = [*map(type, one.of_source)] != [*map(type, self.of_source)]
+            if are_apart or one.source_lengths[at] > self._source_width:
                 return False
         needed = len(rows) * most
         if most > width or _MOST_WASTE * (places * width - needed) > places * width or self._wasted > needed:
@@ -243,12 +248,20 @@ def _joined(parts: Sequence[tuple[Past, int, int]], longest: int, *, at_right: b
     """The rows of `parts`, from where and to where they are in which, [rows, ..., as long as its block, size] each, in
     one array, for rows of up to `longest`. What a row has is at one side of its block, and will be there."""
     longest = min(longest, max(one.shape[-2] for one, _, _ in parts))  # of what isn't made yet, there is none
-    (first, _, _), rows = parts[0], sum(end - begin for _, begin, end in parts)
-    if isinstance(first, Kept):
-        return first.joined(cast("Sequence[tuple[Kept, int, int]]", parts), longest, at_right=at_right)
+    first, rows = parts[0][0], sum(end - begin for _, begin, end in parts)
+    if all(isinstance(part, Kept) for part, _, _ in parts):
+        # From the host, it comes into memory of the execution's own, when what it is copied of isn't held any more.
+        with suppress(OutOfMemory):
+            kept = cast("Sequence[tuple[Kept, int, int]]", parts)
+            return kept[0][0].joined(kept, longest, at_right=at_right)
+    arrays = dict[int, Array]()
+    for one, _, _ in parts:
+        if id(one) not in arrays:
+            arrays[id(one)] = one.numpy() if isinstance(one, Kept) else one
     # What is masked must be finite all the same: it is multiplied by 0.
     joined, at = np.zeros((rows, *first.shape[1:-2], longest, first.shape[-1]), first.dtype), 0
-    for part, begin, end in cast("Sequence[tuple[Array, int, int]]", parts):
+    for one, begin, end in parts:
+        part = arrays[id(one)]
         width = min(longest, part.shape[-2])
         mine, theirs = _filled(joined, width, at_right=at_right), _filled(part, width, at_right=at_right)
         mine[at : at + end - begin] = theirs[begin:end]

@@ -79,7 +79,10 @@ class Stepping:
                 for row, one in zip(more, kept, strict=True)
             ]
         own = cast("list[Block]", [*dict.fromkeys(kept)])
-        block = self._kind.of(more.keys(), own)
+        try:
+            block = self._kind.of(more.keys(), own)
+        except ExecutionError as error:  # a device's
+            return [Stepped(more, [*more], error)]
         if len(own) > 1 or block is not own[0] or not block.longest:
             self._blocks.update(dict.fromkeys(more, block))
         longest, most = block.longest, max(more.values())
@@ -118,7 +121,10 @@ class Stepping:
         rows = [row for row in block.rows if row != GONE]
         half, done = len(rows) // 2, list[Stepped]()
         halves = [{row: more[row] for row in some} for some in (rows[:half], rows[half:]) if some]
-        blocks = [self._kind.of(one.keys(), (block,)) for one in halves]
+        try:
+            blocks = [self._kind.of(one.keys(), (block,)) for one in halves]
+        except ExecutionError as error:
+            return [Stepped(more, rows, error)]
         for of, one in zip(blocks, halves, strict=True):
             self._blocks.update(dict.fromkeys(one, of))
             done += self._step(of, one)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,8 @@ import pytest
 from bench.summary import load
 from paceline.protos import inference_pb2 as pb
 from paceline.protos.model_config_pb2 import ModelInstanceGroup
-from tests import models
+from tests import decoder_models, models
+from tests.decoder_models import TINY
 from tests.harness import REPO, run_command
 from tests.integration.stand_in_server import GPUS, Served, libraries, write
 from tests.lengths import LONG
@@ -197,6 +199,21 @@ def test_request_beyond_the_devices_memory_fails_alone_and_later_ones_are_answer
         served.check_concurrently(clients=32, requests=8)
         assert served.metric("paceline_out_of_memory", model="m", version="1") >= 1
         assert served.stub.ServerReady(pb.ServerReadyRequest()).ready
+
+
+def test_generations_beyond_the_devices_memory_fail_alone(libraries: Path, tmp_path: Path) -> None:
+    decoder = replace(TINY, heads=2, kv_heads=2, head_size=128, end_tokens=())
+    decoder_models.write(decoder, tmp_path / "d" / "1")
+    (tmp_path / "d" / "config.pbtxt").write_text("instance_group { kind: KIND_GPU }")
+    # Keys and values of a prompt are 1.6 MiB.
+    request = infer("d", {"input_ids": np.arange(400) % 128})
+    request.parameters["max_tokens"].int64_param = 12
+    with Served(tmp_path, libraries, "instance_group { kind: KIND_CPU }", STAND_IN_MEMORY=48 * 2**20) as served:
+        calls = [served.stub.ModelInfer.future(request, timeout=60) for _ in range(12)]
+        codes = [call.code() for call in calls]
+        assert {*codes} <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}, [call.details() for call in calls]
+        assert grpc.StatusCode.OK in codes
+        served.stub.ModelInfer(request, timeout=60)
 
 
 def test_lost_gpu_fails_its_batch_and_then_all_requests(libraries: Path, tmp_path: Path) -> None:

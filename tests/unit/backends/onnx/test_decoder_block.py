@@ -4,14 +4,14 @@ leaves or takes the place of another, and all are copied only where that is wort
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from paceline.backends.cuda.accelerator import CudaAccelerator, open_streams
-from paceline.backends.errors import ExecutionError
+from paceline.backends.errors import ExecutionError, OutOfMemory
 from paceline.backends.onnx.decoder_block import GONE, NO_TOKEN, Block
 from paceline.backends.onnx.decoder_layout import DecoderLayout
 from paceline.backends.onnx.device_steps import Kept
@@ -79,11 +79,31 @@ class OnDevice(Model):
     def __init__(self) -> None:
         super().__init__()
         self._streams = open_streams(cast("CudaAccelerator", HostAccelerator()))
+        self.copied = list[Any]()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         self._streams.compute.synchronize()
+        self.copied.clear()
         logits, *kept = super().run([one.value.numpy() if isinstance(one, Kept) else one for one in inputs])
-        return [logits, *(Kept(ort.OrtValue.ortvalue_from_numpy(one), self._streams) for one in kept)]
+        return [logits, *map(self.left, kept)]
+
+    def left(self, array: Array) -> Kept:
+        return Kept(ort.OrtValue.ortvalue_from_numpy(array), self._streams, self.copied)
+
+
+class OnFullDevice(OnDevice):
+    """Now and then, it has no memory for a copy."""
+
+    def left(self, array: Array) -> Kept:
+        return Crowded(ort.OrtValue.ortvalue_from_numpy(array), self._streams, self.copied)
+
+
+class Crowded(Kept):
+    def joined(self, parts: Sequence[tuple[Self, int, int]], longest: int, *, at_right: bool) -> Self:
+        joined = super().joined(parts, longest, at_right=at_right)
+        if len(self._copied) % 3 == 0:
+            raise OutOfMemory("too little")
+        return joined
 
 
 def source_of(row: int, *, encoder: bool) -> Array | None:
@@ -107,7 +127,7 @@ def step(block: Block, model: Model, token: int = 1, *, encoder: bool = False) -
     return {row: one for row, one in zip(block.rows, logits[:, 0].tolist(), strict=True) if row != GONE}
 
 
-@pytest.mark.parametrize("kind", [Model, OnDevice])
+@pytest.mark.parametrize("kind", [Model, OnDevice, OnFullDevice])
 @pytest.mark.parametrize("encoder", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_compute_what_they_do_alone(seed: int, encoder: bool, kind: type[Model]) -> None:

@@ -8,13 +8,18 @@ import weakref
 from collections.abc import Sequence
 from threading import Event, Thread
 from time import monotonic_ns
+from typing import Any, Self, cast
 
 import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from paceline.backends.cuda.accelerator import CudaAccelerator, open_streams
 from paceline.backends.errors import DeviceLost, ExecutionError, InstanceError, ModelRefused, OutOfMemory, StepHangs
+from paceline.backends.onnx.device_steps import Kept
 from paceline.backends.onnx.generations import GeneratingInstance
 from paceline.backends.open_request import NEVER, Answer
+from tests.host_accelerator import HostAccelerator
 from tests.unit.backends.onnx.generating import (
     END,
     FAULTY,
@@ -102,6 +107,30 @@ def test_faulty_rows_end_alone_whoever_is_beside_them(in_place: bool, fault: Exe
             else:
                 assert request.tokens() == (tokens, reason)
     assert 3 < failed < 27
+
+
+class OnLostDevice(Decoder):
+    """One that is lost when rows are to be joined on it."""
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        logits, present = super().run([one.value.numpy() if isinstance(one, Kept) else one for one in inputs])
+        streams = open_streams(cast("CudaAccelerator", HostAccelerator()))
+        return [logits, Unjoined(ort.OrtValue.ortvalue_from_numpy(present), streams, [])]
+
+
+class Unjoined(Kept):
+    def joined(self, parts: Sequence[tuple[Self, int, int]], longest: int, *, at_right: bool) -> Self:
+        raise DeviceLost("while rows were joined")
+
+
+def test_device_lost_while_joining_rows_ends_the_instance() -> None:
+    gate, requests = Event(), [Asked([10], max_tokens=50) for _ in range(2)]
+    with generating(OnLostDevice(before=lambda rows: assert_open(gate)), 2_000) as instance:
+        hand_over(instance, *requests)
+        gate.set()
+        assert [str(one.error()) for one in requests] == ["while rows were joined"] * 2
+        with pytest.raises(DeviceLost, match="while rows were joined"):
+            hand_over(instance, Asked([10]))
 
 
 def test_logits_that_are_no_numbers_end_their_row() -> None:
