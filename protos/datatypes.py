@@ -98,3 +98,9 @@ def by_dtype(dtype: np.dtype[Any]) -> Datatype:
     if found is None:
         raise UnknownDatatypeError(f"no datatype for numpy dtype: expected one for {', '.join(DATATYPES)}, got {dtype}")
     return found
+
+
+def datatype_of(dtype: np.dtype[Any], declared: Datatype) -> Datatype:
+    """Returns `declared` if its arrays have this dtype, as bits of BF16 can't be told from UINT16; else as `by_dtype`,
+    which raises UnknownDatatypeError."""
+    return declared if declared.dtype == dtype else by_dtype(dtype)

@@ -125,7 +125,7 @@ class OpenTritonModel(OpenInProcesses[TritonProcess]):
         process = self._take(device)
         if not process.is_initialized:
             self._initialize(process)
-        return DecoupledInstance(spec, process, any_shape=True)
+        return DecoupledInstance(spec, process, as_given=True)
 
     def _load(self, process: TritonProcess) -> None:
         process.load()

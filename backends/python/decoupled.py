@@ -204,18 +204,16 @@ class DecoupledProcess(DuplexProcess):
 
 
 class DecoupledInstance(PythonInstance):
-    """`AnswersOpenly`. With `any_shape`, outputs may have other axes than `spec` says, unless it reshapes them."""
+    """`AnswersOpenly`. `as_given`: outputs are sent as the model gives them, whatever datatype and axes `spec` says,
+    unless it reshapes them or they have no axes."""
 
-    def __init__(self, spec: ModelSpec, process: DecoupledProcess, *, any_shape: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, process: DecoupledProcess, *, as_given: bool = False) -> None:
         super().__init__(spec, process)
         seen = as_the_model_sees(spec)
         lead = (-1,) if spec.batched else ()
         # By output; answers may have as many rows as the model likes.
-        tensors = [replace(tensor, dims=(*lead, *tensor.dims)) for tensor in seen.outputs]
-        self._specs = [ModelSpec((), (tensor,)) for tensor in tensors]
-        self._specs_with_axes = [
-            ModelSpec((), (replace(tensor, any_rank=any_shape and tensor.reshape is None),)) for tensor in tensors
-        ]
+        self._specs = [ModelSpec((), (replace(tensor, dims=(*lead, *tensor.dims)),)) for tensor in seen.outputs]
+        self._as_given = [as_given and tensor.reshape is None for tensor in seen.outputs]
         process.outputs_of = self._outputs_of
         self._stacks = process.stacks and spec.batched and spec.by_rows
 
@@ -253,7 +251,8 @@ class DecoupledInstance(PythonInstance):
         """All outputs, MISSING where there are none at `places`. Raises ExecutionError for what aren't the model's."""
         outputs: list[Array] = [MISSING] * len(self._outputs)
         for place, array in zip(places, arrays, strict=True):
-            check_outputs((array,), (self._specs_with_axes if array.ndim else self._specs)[place], 0)
+            if not (self._as_given[place] and array.ndim):
+                check_outputs((array,), self._specs[place], 0)
             outputs[place] = array
         return outputs
 

@@ -36,9 +36,14 @@ def class_count(parameters: Mapping[str, InferParameter], datatype: str) -> int:
         raise InvalidRequest(f"parameter 'classification': expected a number of classes > 0, got {count}")
     if "shared_memory_region" in parameters:
         raise InvalidRequest("expected one of 'shared_memory_region' and 'classification', got both")
+    check_datatype(datatype)
+    return count
+
+
+def check_datatype(datatype: str) -> None:
+    """Raise InvalidRequest unless classes can be made of an output of `datatype`."""
     if datatype not in _DATATYPES:
         raise InvalidRequest(f"parameter 'classification': expected one of {', '.join(_DATATYPES)}, got {datatype}")
-    return count
 
 
 def classes_of(array: Array, count: int, labels: Sequence[bytes], *, by_rows: bool) -> Array:

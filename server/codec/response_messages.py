@@ -9,12 +9,12 @@ from __future__ import annotations
 from paceline.backends.base import DeviceTensor
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import Array, ModelSpec, TensorSpec
-from paceline.protos.datatypes import Datatype, by_name
+from paceline.protos.datatypes import Datatype, by_name, datatype_of
 from paceline.protos.inference_pb2 import ModelInferResponse
 from paceline.protos.tensors import TensorError, encode_contents, encode_raw, raw_buffer
 from paceline.protos.wire import ensure_room
 from paceline.server.codec.answers import Answerable
-from paceline.server.codec.classification import Labels, classes_of
+from paceline.server.codec.classification import Labels, check_datatype, classes_of
 from paceline.server.errors import AnswerTooLarge, InvalidRequest
 from paceline.server.limits import LARGEST_RESPONSE_BYTES
 from paceline.server.memory.region_tensors import ClientMemory, Write
@@ -54,9 +54,11 @@ class ResponseMessages:
         raw: list[bytes] = []
         left_bytes = LARGEST_RESPONSE_BYTES
         for index in options.outputs:
-            tensor, array, datatype = self._spec.outputs[index], results[index], self._types[index]
+            tensor, array = self._spec.outputs[index], results[index]
+            # Models written for Triton may give others than they declare.
+            datatype = datatype_of(array.dtype, self._types[index])
             if options.classes and index in options.classes:
-                array, datatype = self._classes(tensor, array, options.classes[index]), _BYTES
+                array, datatype = self._classes(tensor, datatype, array, options.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
                 if index in targets:
@@ -90,9 +92,10 @@ class ResponseMessages:
             raise AnswerTooLarge(self._model)
         return left_bytes - size_bytes
 
-    def _classes(self, tensor: TensorSpec, array: Array, count: int) -> Array:
+    def _classes(self, tensor: TensorSpec, datatype: Datatype, array: Array, count: int) -> Array:
         by_rows = self._batched and not tensor.shape_tensor
         try:
+            check_datatype(datatype.name)
             return classes_of(array, count, self._labels.get(tensor.name, ()), by_rows=by_rows)
         except InvalidRequest as error:
             raise InvalidRequest(f"model '{self._model}': output '{tensor.name}': {error}") from None

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.backends.base import Execution
 from paceline.backends.spec import Array
-from paceline.protos.datatypes import by_dtype, by_name
+from paceline.protos.datatypes import by_dtype, by_name, datatype_of
 from paceline.protos.inference_pb2 import InferParameter
 from paceline.protos.wire import STEP_KEYS
 from paceline.server.call_facts import NO_PASSED_HEADERS
@@ -122,18 +122,17 @@ def array_request(
 
 
 def _named(model: ServedModel, inputs: Mapping[str, Array]) -> list[NamedArray]:
-    """Arrays with datatypes: the model's own if that is how it has them, as bits of BF16 can't be told from UINT16."""
+    """Arrays with datatypes: the model's own if that is how it has them."""
     own = {tensor.name: tensor.datatype for tensor in model.spec.inputs}
     named: list[NamedArray] = []
     for name, array in inputs.items():
-        datatype = own.get(name, "")
-        if not datatype or by_name(datatype).dtype != array.dtype:
-            try:
-                datatype = by_dtype(array.dtype).name
-            except ValueError:
-                what = f"expected an array of a datatype such as {datatype or 'FP32'}, got {array.dtype}"
-                raise InvalidRequest(f"model '{model.name}': input '{name}': {what}") from None
-        named.append((name, datatype, array))
+        declared = own.get(name, "")
+        try:
+            datatype = datatype_of(array.dtype, by_name(declared)) if declared else by_dtype(array.dtype)
+        except ValueError:
+            what = f"expected an array of a datatype such as {declared or 'FP32'}, got {array.dtype}"
+            raise InvalidRequest(f"model '{model.name}': input '{name}': {what}") from None
+        named.append((name, datatype.name, array))
     return named
 
 

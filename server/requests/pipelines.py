@@ -18,6 +18,7 @@ from paceline.backends.base import Execution
 from paceline.backends.batching import check_outputs
 from paceline.backends.errors import ExecutionError
 from paceline.backends.spec import MISSING, Array, ModelSpec, Tensors
+from paceline.protos.datatypes import by_name, datatype_of
 from paceline.scheduler.runner import ANSWERED_ELSEWHERE, NoAnswer, Outcome
 from paceline.server.codec.array_request import ArrayRequest, NamedArray
 from paceline.server.codec.parameters import of_those_there, passed_within
@@ -168,8 +169,9 @@ class PipelineRun:
 
     def _execute(self, step: PlannedStep, scope: Scope) -> None:
         given = [
-            (name, datatype, _with_rank(array, rank, leads=leads))
-            for tensor, name, datatype, rank, leads in step.inputs
+            # Of another datatype than declared, if its model gives that: then the step is refused.
+            (name, datatype_of(array.dtype, by_name(declared)).name, _with_rank(array, rank, leads=leads))
+            for tensor, name, declared, rank, leads in step.inputs
             if (array := scope.get(tensor)) is not None
         ]
         flight, model = self.flight, step.model
