@@ -48,7 +48,7 @@ async def test_requests_of_a_batch_come_as_a_list(tmp_path: Path) -> None:
 async def test_request_tells_what_its_caller_sent(tmp_path: Path) -> None:
     code = """response = text(json.dumps([
         request.request_id(), request.requested_output_names(), request.timeout(), request.correlation_id(),
-        request.flags(), request.is_cancelled(), request.trace().get_context(), request.model_name,
+        request.flags(), request.is_cancelled(), request.trace().get_context(),
         pb_utils.get_input_tensor_by_name(request, "x").as_numpy().tolist(),
         pb_utils.get_input_tensor_by_name(request, "no"), [one.name() for one in request.inputs()],
         {**json.loads(request.parameters()), "run": ""},
@@ -60,7 +60,7 @@ async def test_request_tells_what_its_caller_sent(tmp_path: Path) -> None:
         request.parameters["sequence_start"].bool_param = True
         request.parameters["own"].int64_param = 3
         sent = {"run": "", "own": 3}
-        expected = ["seven", ["z"], 5_000_000, 42, 1, False, None, "m", [[1]], None, ["x"], sent]
+        expected = ["seven", ["z"], 5_000_000, 42, 1, False, None, [[1]], None, ["x"], sent]
         assert await text(started, request) == expected
 
 
@@ -195,6 +195,10 @@ BAD_EXECUTIONS = [
     ("os._exit(9)", "the model's process ended with exit status 9"),
     ("if not os.fork(): response = answer(8)\nelse: raise OSError('a fork')", "OSError: a fork"),
     ("print('hello'); pb_utils.Tensor('y', [1])", "expected a numpy array, got list"),
+    (
+        "pb_utils.InferenceRequest(model_name='m', requested_output_names=['y'])",
+        "TypeError: InferenceRequest: expected inputs, requested_output_names, model_name, got no inputs",
+    ),
     ("pb_utils.MetricFamily('a', 'b', pb_utils.MetricFamily.COUNTER)", "MetricFamily is not supported"),
 ]
 

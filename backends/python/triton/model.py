@@ -203,7 +203,7 @@ class TritonModel(RunningModel):
         return ended
 
     def _what_became(self, request: InferenceRequest, response: Any, outputs: list[Array]) -> Ended:
-        if request.release_flags() == RELEASE_RESCHEDULE:
+        if request.release == RELEASE_RESCHEDULE:
             if not self._reschedules:
                 raise UnfitAnswer(
                     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: expected sequence_batching with "

@@ -61,8 +61,8 @@ class InferenceRequest:
     """A request that the model got (`received`), or makes for another model."""
 
     __slots__ = (
-        "_correlation_id", "_flags", "_id", "_inputs", "_parameters", "_release", "_timeout_us", "_trace", "_version",
-        "_wanted", "model_name", "preferred_memory", "received",
+        "_correlation_id", "_flags", "_id", "_inputs", "_model_name", "_parameters", "_timeout_us", "_trace",
+        "_version", "_wanted", "received", "release",
     )  # fmt: skip
 
     calls: ClassVar[Calls]
@@ -72,9 +72,9 @@ class InferenceRequest:
         self,
         request_id: str | bytes = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str | bytes] = (),
-        model_name: str | bytes = "",
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str | bytes] | None = None,
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -82,24 +82,27 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
+        if inputs is None or requested_output_names is None or model_name is None:
+            given = {"inputs": inputs, "requested_output_names": requested_output_names, "model_name": model_name}
+            missing = " and ".join(name for name, value in given.items() if value is None)
+            raise TypeError(f"InferenceRequest: expected {', '.join(given)}, got no {missing}")
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException(f"Correlation ID must be integer or string, got {type(correlation_id).__name__}")
         self._id = as_name("InferenceRequest", request_id)
         self._correlation_id = correlation_id
-        self.model_name = as_name("InferenceRequest", model_name)
+        self._model_name = as_name("InferenceRequest", model_name)
         self._inputs = list(inputs)
         for one in self._inputs:
             if not isinstance(one, Tensor):
-                what = f"InferenceRequest for model '{self.model_name}'"
+                what = f"InferenceRequest for model '{self._model_name}'"
                 raise TritonModelException(f"{what}: expected Tensors as inputs, got {type(one).__name__}")
         self._wanted = tuple(as_name("InferenceRequest", one) for one in requested_output_names)
         self._version = model_version
         self._flags = flags
         self._timeout_us = timeout
-        self.preferred_memory = preferred_memory
         self._trace = trace
         self._parameters: Mapping[str, Any] = dict(parameters or {})
-        self._release = RELEASE_ALL
+        self.release = RELEASE_ALL
         self.received: Received | None = None
 
     # hot path: 2 us
@@ -120,13 +123,13 @@ class InferenceRequest:
         made._correlation_id = correlation_id
         made._inputs = inputs
         made._wanted = tuple(received.places)
-        made.model_name = model_name
+        made._model_name = model_name
         made._version = -1
         made._flags = flags
         made._timeout_us = timeout_us
-        made.preferred_memory = made._trace = None
+        made._trace = None
         made._parameters = parameters
-        made._release = RELEASE_ALL
+        made.release = RELEASE_ALL
         made.received = received
         return made
 
@@ -143,9 +146,6 @@ class InferenceRequest:
     def requested_output_names(self) -> list[str]:
         """The outputs that its caller wants, which are all unless it says so."""
         return list(self._wanted)
-
-    def model_version(self) -> int:
-        return self._version
 
     def flags(self) -> int:
         return self._flags
@@ -174,10 +174,7 @@ class InferenceRequest:
             raise TritonModelException(
                 f"set_release_flags: expected TRITONSERVER_REQUEST_RELEASE_ALL or _RESCHEDULE, got {flags}"
             )
-        self._release = flags
-
-    def release_flags(self) -> int:
-        return self._release
+        self.release = flags
 
     def get_response_sender(self) -> InferenceResponseSender:
         if self.received is None:
@@ -206,8 +203,6 @@ class InferenceRequest:
 
     def _begin(self, answers: SimpleQueue[Answer] | AsyncAnswers, decoupled: bool) -> int:
         """Returns the call's number; 0 if it can't be made, which is the answer then."""
-        if not self.model_name:
-            raise TritonModelException("InferenceRequest: expected a model_name to execute it, got none")
         parameters = {**self._parameters}
         if self._correlation_id:
             parameters["sequence_id"] = self._correlation_id
@@ -217,7 +212,7 @@ class InferenceRequest:
             parameters["timeout"] = self._timeout_us
         try:
             return self.calls.begin(
-                self.model_name,
+                self._model_name,
                 {one.name(): one.encoded() for one in self._inputs},
                 answers.put,
                 version=str(self._version) if self._version > 0 else "",
@@ -245,7 +240,7 @@ class _AwaitedAnswers(SimpleQueue[Answer]):
 
 
 class _Responses:
-    """Those to one call, as they come. Dropping it withdraws the call."""
+    """Those to one call, as they come; the last may be empty. Dropping it withdraws the call."""
 
     def __init__(self, calls: Calls, number: int, answers: SimpleQueue[Answer]) -> None:
         self._calls = calls
@@ -263,8 +258,6 @@ class _Responses:
         if self._is_over:
             raise StopIteration
         answer, self._is_over = self._answers.get()
-        if answer is None and self._is_over:
-            raise StopIteration
         if not self._is_over:
             self._calls.read(self._number, 1)
         return _response(answer)
