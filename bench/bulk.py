@@ -37,8 +37,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from bench import text_model
 from bench.lengths import packed_per_s
+from bench.report import Rounds
 from bench.sessions import open_session
-from bench.stats import spread
 from bench.steps import run_module
 from paceline.server.bulk.job import Job
 from paceline.server.bulk.settings import BulkSettings, MaxBad
@@ -234,14 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if got.bare or got.packed or got.job:
         print(json.dumps(_part(got)))
         return
-    rounds = [measure(got.seconds, Sizes(quick=got.quick)) for _ in range(got.rounds)]
-    for one in rounds:
-        print(json.dumps(one))
-    print("\n| | median | lowest | highest |\n|---|---|---|---|")
-    for key in RATIOS:
-        values = spread([one[key] for one in rounds])
-        print(f"| {key} | {values.median:.2f} | {values.low:.2f} | {values.high:.2f} |")
-    sys.stdout.flush()
+    rounds = Rounds()
+    for _ in range(got.rounds):
+        rounds.add(measure(got.seconds, Sizes(quick=got.quick)))
+    print(f"\n{rounds.medians(RATIOS)}", flush=True)
 
 
 def _part(got: argparse.Namespace) -> dict[Any, float]:

@@ -9,7 +9,6 @@ prompt of the mean length by the session alone, `step_ms` what a step of a full 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from bench import generation_requests, generations
 from bench.figures import COLORS, pyplot, save
 from bench.generations import FIXED, Part, Report, direct, serving
 from bench.load import open_loop
+from bench.report import Rounds
 from bench.stats import spread
 from bench.steps import BenchError
 from tests.harness import ServerProcess
@@ -96,17 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="per load (default: %(default)s)")
     parser.add_argument("--figure", type=Path, help="where to draw")
     got = parser.parse_args(arguments)
-    rounds: list[dict[str, Any]] = []
-
-    def report(found: dict[str, Any]) -> None:
-        rounds.append(found)
-        print(json.dumps(found), flush=True)
-
-    measure(FIXED, got.rounds, got.seconds, report)
-    print(f"\n| at {_AIMED} | median | lowest | highest |\n|---|---|---|---|")
-    for key in ("first_of_aim", "first_p50_ms", "first_p99_ms", "prefill_ms", "step_ms", "lag_p99_ms"):
-        found = spread([one[key] for one in rounds if one["share"] == _AIMED])
-        print(f"| {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |", flush=True)
+    rounds = Rounds()
+    measure(FIXED, got.rounds, got.seconds, rounds.add)
+    keys = ("first_of_aim", "first_p50_ms", "first_p99_ms", "prefill_ms", "step_ms", "lag_p99_ms")
+    aimed = Rounds(one for one in rounds if one["share"] == _AIMED)
+    print(f"\nAt {_AIMED}:\n\n{aimed.medians(keys)}", flush=True)
     if got.figure:
         draw(rounds, got.figure)
 

@@ -39,8 +39,8 @@ import numpy as np
 
 from bench import generation_requests
 from bench.generation_requests import Lengths, Wanted
+from bench.report import Rounds
 from bench.sessions import instance_group
-from bench.stats import spread
 from bench.steps import BenchError, run_module
 from bench.subjects import cpu_s, main_thread_cpu_s
 from paceline.backends.onnx.options import DecoderSettings
@@ -292,38 +292,23 @@ def direct(
         )
 
 
-def _table(rounds: Sequence[dict[str, Any]]) -> str:
-    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
-    for part in dict.fromkeys(one["part"] for one in rounds):
-        for key in (*_RATIOS, "together_per_s", "loop_cpu_us", *_TIMES):
-            values = [one[key] for one in rounds if one["part"] == part and one.get(key) is not None]
-            if values:
-                found = spread(values)
-                lines.append(f"| {part} {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.generations", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default all")
     parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=15.0, help="per load (default: %(default)s)")
     got = parser.parse_args(arguments)
-    rounds: list[dict[str, Any]] = []
-
-    def report(found: dict[str, Any]) -> None:
-        rounds.append(found)
-        print(json.dumps(found), flush=True)
-
+    rounds = Rounds()
     wanted = got.parts or _PARTS
     for name, parts in (("fixed", [FIXED]), ("waiting", WAITING), ("large", [LARGE])):
         for part in parts if name in wanted else ():
-            measure(part, got.rounds, got.seconds, report)
+            measure(part, got.rounds, got.seconds, rounds.add)
     if FEW.name in wanted:
-        measure_few(FEW, got.rounds, got.seconds, report)
+        measure_few(FEW, got.rounds, got.seconds, rounds.add)
     if ARRIVING.name in wanted:
-        measure_arriving(ARRIVING, _PROMPT_TOKENS, got.rounds, got.seconds, report)
-    print(f"\n{_table(rounds)}", flush=True)
+        measure_arriving(ARRIVING, _PROMPT_TOKENS, got.rounds, got.seconds, rounds.add)
+    keys = (*_RATIOS, "together_per_s", "loop_cpu_us", *_TIMES)
+    print(f"\n{rounds.medians(keys, 'part')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ from paceline.protos.inference_pb2 import ModelInferRequest
 from tests import decoder_models
 from tests.generation_truth import TIE
 from tests.harness import ServerProcess
+from tests.wire import Array
 
 __all__ = ["generate", "mix_lengths", "step_sequences"]
 
-_LENGTHS_S, _STATES_S, _GENERATIONS_S = 120.0, 90.0, 180.0
-"""Nothing is started after so long."""
+_LONGEST_S, _START_S = 150.0, 60.0
+"""After which nothing is begun of a kind; that its server may take to start."""
 _OURS, _EXACT, _ALONE, _DIRECT = "paceline", "paceline, paceline.pad off", "paceline, 1 client", "run_with_iobinding"
 _ANSWER_S = 60.0
 _STEPS = 100
@@ -57,6 +58,7 @@ class _Kind:
     point: str
     how: str
     others: Mapping[str, tuple[str, Reach | None]]
+    generator: str
     found: Found = field(default_factory=Found)
     right: list[Comparison] = field(default_factory=list)
 
@@ -71,8 +73,8 @@ class _Kind:
         if shares := self.found.of(_OURS, "padding"):
             compared.append(Comparison(self.point, "padding, of all that is computed", spread(shares), None))
         points = dict.fromkeys((_OURS, _EXACT), self.point) | {_ALONE: "1 client"}
-        how, generator = f"{self.how}; {self.plan.how}", f"{self.plan.processes} of {GENERATOR}"
-        return self.found.section(f"gpu-{self.name}", self.name, how, tuple(compared), points, generator)
+        how = f"{self.how}; {self.plan.how}"
+        return self.found.section(f"gpu-{self.name}", self.name, how, tuple(compared), points, self.generator)
 
     def check(self, who: str, what: str, apart: float, tolerance: float) -> None:
         """Note how far answers were off. Raises BenchError if it was too far."""
@@ -100,49 +102,55 @@ class _Kind:
         return f"{self.unit}_per_s"
 
 
+def _generator(plan: Plan) -> str:
+    return f"{plan.processes} of {GENERATOR}"
+
+
 def mix_lengths(plan: Plan, folder: Path) -> Iterator[Section]:
     """64 callers with texts of log-normal lengths, for an encoder twice: its lengths are found, and are left alone."""
     how = "an encoder with a mask, texts of 5 to 256 words, of 40 on median"
     others = {_EXACT: ("", Reach(True, 4.0))}
-    kind = _Kind(plan.within(_LENGTHS_S), "lengths", "texts", f"{lengths.CLIENTS} clients", how, others)
+    kind = _Kind(
+        plan.within(_LONGEST_S), "lengths", "texts", f"{lengths.CLIENTS} clients", how, others, _generator(plan)
+    )
     with kind.found.trying("texts"), ExitStack() as stack:
         kind.plan.check()
         say("making an encoder")
         file, models = text_model.write(folder, plan.sized(text_model.QUICK, text_model.BERT_BASE)), ("pads", "exact")
         for model in models:
             text_model.add(model, file, folder / "lengths", plan.device, pads=model == "pads")
-        server = stack.enter_context(serving(folder / "lengths", plan.frontends))
+        server = stack.enter_context(serving(folder / "lengths", plan.frontends, start_s=_START_S))
         texts, tolerance = text_model.lengths(lengths.TEXTS), gpu_models.tolerance("FP32", plan.device)
+        some, session = texts[: lengths.CLIENTS], open_session(file, threads=0)
+        expected = [session.run(None, text_model.feeds([words]))[0] for words in some]
         for model, who in zip(models, (_OURS, _EXACT), strict=True):
-            apart = _texts_apart(server, model, file, texts[: lengths.CLIENTS])
-            at_once = f"{who}, {lengths.CLIENTS} texts at once"
+            apart = _apart(server, [text_model.request(model, words) for words in some], expected)
+            at_once = f"{who}, {len(some)} texts at once"
             kind.check(at_once, f"{who}: largest deviation from the CPU's answers", apart, tolerance)
+        if not _elements(server, models[0])[0]:
+            said = [one["message"] for one in server.log if f"'{models[0]}'" in one["message"]]
+            raise BenchError(f"no lengths were found: {'; '.join(said)}")
+        requests = {model: lengths.requests_of(folder, model, texts) for model in models}
 
         def load(model: str) -> Sample:
             before = gpu_steps.counters(server, model), _elements(server, model)
-            requests = lengths.requests_of(folder, model, texts)
-            per_s = lengths.texts_per_s(server.target, requests, plan.seconds, plan.processes)
+            per_s = lengths.texts_per_s(server.target, requests[model], plan.seconds, plan.processes)
             elements, padding = (new - old for old, new in zip(before[1], _elements(server, model), strict=True))
             batches = gpu_steps.batches_between(before[0], gpu_steps.counters(server, model))
-            return {
-                "texts_per_s": per_s,
-                **batches,
-                **({"padding": padding / (elements + padding)} if elements else {}),
-            }
+            shares = {"padding": padding / (elements + padding)} if elements else {}
+            return {"texts_per_s": per_s, **batches, **shares}
 
         yield from kind.rounds({_OURS: partial(load, "pads"), _EXACT: partial(load, "exact")})
     yield kind.section()
 
 
-def _texts_apart(server: ServerProcess, model: str, file: Path, texts: Sequence[int]) -> float:
-    """The largest deviation from what the CPU says of each text alone, if all are sent at once, as a share of the
-    largest value."""
-    session, (channel, service) = open_session(file, threads=0), stub(server.target)
+def _apart(server: ServerProcess, messages: Sequence[bytes], expected: Sequence[Array]) -> float:
+    """The largest deviation of answers to all of these at once, as a share of the largest value."""
+    channel, service = stub(server.target)
     with channel:
-        requests = [ModelInferRequest.FromString(text_model.request(model, words)) for words in texts]
+        requests = map(ModelInferRequest.FromString, messages)
         calls = [service.ModelInfer.future(request, timeout=_ANSWER_S) for request in requests]
         answers = [call.result().raw_output_contents[0] for call in calls]
-    expected = (session.run(None, text_model.feeds([words]))[0] for words in texts)
     return max(gpu_steps.apart(*pair) for pair in zip(answers, expected, strict=True))
 
 
@@ -158,12 +166,12 @@ def step_sequences(plan: Plan, folder: Path) -> Iterator[Section]:
     how = f"sequences of {_STEPS} steps, with {WIDE.first.nbytes // 1024} KiB of state"
     others = {_DIRECT: ", states joined for good", _ALONE: ""}
     point, bounds = f"{sequences.STREAMS} streams", {who: (words, None) for who, words in others.items()}
-    kind = _Kind(plan.within(_STATES_S), "sequences", "steps", point, how, bounds)
+    kind = _Kind(plan.within(_LONGEST_S), "sequences", "steps", point, how, bounds, _generator(plan))
     with kind.found.trying("sequences"), ExitStack() as stack:
         kind.plan.check()
         file = sequence_models.write_fixed(folder, products=1, size=WIDE.first.size)
         sequence_models.add(WIDE, file, folder / "states", plan.device)
-        server = stack.enter_context(serving(folder / "states", plan.frontends))
+        server = stack.enter_context(serving(folder / "states", plan.frontends, start_s=_START_S))
         apart = asyncio.run(sequences.difference(WIDE, file, server.target, _STEPS))
         # Sums of whole numbers are exact, whatever a device multiplies with.
         kind.check(f"{point} at once", "largest difference from the CPU's answers", apart, 0.0)
@@ -189,7 +197,7 @@ def generate(plan: Plan, folder: Path) -> Iterator[Section]:
     how = f"{part.decoder.layers} layers, {part.decoder.width} wide; prompts of {least} to {most} tokens, answers of "
     others = {_ALONE: "", _DIRECT: ", stepped in the same groups"}
     point, bounds = f"{part.clients} clients", {who: (words, None) for who, words in others.items()}
-    kind = _Kind(plan.within(_GENERATIONS_S), "generations", "tokens", point, f"{how}{few} to {many}", bounds)
+    kind = _Kind(plan.within(_LONGEST_S), "generations", "tokens", point, f"{how}{few} to {many}", bounds, "")
     with kind.found.trying("generations"), ExitStack() as stack:
         kind.plan.check()
         say("making a decoder")

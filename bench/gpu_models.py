@@ -28,6 +28,7 @@ __all__ = [
     "QUICK",
     "SMALL",
     "GpuModel",
+    "Graph",
     "Sizes",
     "add",
     "batch_of",
@@ -93,7 +94,7 @@ class GpuModel:
         return self.sizes[-1]
 
 
-class _Graph:
+class Graph:
     """Collects nodes and weights; `datatype` is that of all weights."""
 
     def __init__(self, datatype: str) -> None:
@@ -125,7 +126,7 @@ class _Graph:
 
 def _resnet(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     """Bottlenecks as in "Deep Residual Learning for Image Recognition" (arXiv 1512.03385), normalisation folded in."""
-    graph = _Graph(datatype)
+    graph = Graph(datatype)
 
     def conv(x: str, taken: int, given: int, kernel: int, stride: int = 1, gain: float = 2.0) -> str:
         weights = graph.weights((given, taken, kernel, kernel), (gain / (taken * kernel**2)) ** 0.5)
@@ -158,7 +159,7 @@ def _resnet(sizes: Sizes, datatype: str) -> onnx.ModelProto:
 
 def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     """The encoder of "BERT" (arXiv 1810.04805), normalisation after each half of a layer."""
-    graph = _Graph(datatype)
+    graph = Graph(datatype)
     hidden, head = sizes.hidden, sizes.hidden // sizes.heads
 
     def linear(x: str, taken: int, given: int) -> str:

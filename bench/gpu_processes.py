@@ -173,7 +173,9 @@ class Direct(_Process):
 
 
 @contextmanager
-def serving(repository: Path, frontends: int, end_s: float = 20.0) -> Iterator[ServerProcess]:
+def serving(
+    repository: Path, frontends: int, end_s: float = 20.0, start_s: float = _SERVE_S
+) -> Iterator[ServerProcess]:
     """A server with the time that GPUs take to load and to warm up. Requests to a model that can't be loaded are
     answered with the reason, and the others serve: the machine may be lent, and starting over takes minutes.
 
@@ -187,7 +189,7 @@ def serving(repository: Path, frontends: int, end_s: float = 20.0) -> Iterator[S
     server.start()
     try:
         try:
-            server.wait_ready(_SERVE_S)
+            server.wait_ready(start_s)
         except AssertionError as error:
             raise BenchError(f"paceline did not start: {error}") from None
         yield server

@@ -5,7 +5,6 @@ Lives here: what is asked, in which order, and what is compared. Must not: singl
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from bench.load import GENERATOR
 from bench.scenario import Reach
 from bench.sessions import open_session
 from bench.stats import ratio, spread
+from bench.subjects import main_thread_cpu_s
 from bench.summary import Comparison, Section
 from paceline.clients.messages import infer_request
 from tests import models as tiny_models
@@ -125,15 +125,10 @@ def _scaled(plan: Plan, crowd: LoadGenerators, fronts: Sequence[int], found: Fou
 
 def _main_thread_busy(server: ServerProcess, seconds: float) -> float:
     """The share of the next `seconds` in which the main thread of the process with the models, which batches, was
-    running. Source: proc_pid_stat(5)."""
-
-    def used_s() -> float:
-        stat = Path(f"/proc/{server.pid}/task/{server.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-
-    before, began = used_s(), time.monotonic()
+    running."""
+    before, began = main_thread_cpu_s(server.pid) or 0.0, time.monotonic()
     time.sleep(seconds)
-    return (used_s() - before) / (time.monotonic() - began)
+    return ((main_thread_cpu_s(server.pid) or 0.0) - before) / (time.monotonic() - began)
 
 
 def _name(count: int) -> str:

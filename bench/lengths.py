@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 from bench import text_model
 from bench.figures import COLORS, pyplot, save
 from bench.load import closed, open_loop
+from bench.report import Rounds
 from bench.sessions import open_session
 from bench.stats import spread
 from bench.steps import run_module
@@ -139,16 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if got.packed:
         print(json.dumps(packed_per_s(got.packed, text_model.lengths(4 * TEXTS), got.seconds)))
         return
-    rounds = [measure(got.seconds, text_model.QUICK if got.quick else text_model.FULL) for _ in range(got.rounds)]
-    for one in rounds:
-        print(json.dumps(one))
-    print("\n| | median | lowest | highest |\n|---|---|---|---|")
-    for key in ("of_best", "of_exact", "short_of_long"):
-        found = spread([one[key] for one in rounds])
-        print(f"| {key} | {found.median:.2f} | {found.low:.2f} | {found.high:.2f} |")
+    rounds = Rounds()
+    for _ in range(got.rounds):
+        rounds.add(measure(got.seconds, text_model.QUICK if got.quick else text_model.FULL))
+    print(f"\n{rounds.medians(('of_best', 'of_exact', 'short_of_long'))}", flush=True)
     if got.figure:
         draw(rounds, got.figure)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ backwards.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from bench.load import closed
-from bench.stats import spread
+from bench.report import Rounds
 from bench.steps import BenchError
-from bench.subjects import cpu_s
+from bench.subjects import counted, cpu_s
 from examples.embedding import build
 from examples.embedding.demo import SENTENCES
 from paceline.clients.messages import Inputs, infer_request
@@ -55,9 +54,9 @@ def measure_text(repository: Path, rounds: int, seconds: float, report: Report) 
 
         def load(requests: Sequence[Path]) -> tuple[float, float, float]:
             """Requests per second, CPU of the server and its processes per request, rows of the encoder's batches."""
-            before = _counted(server, "encoder")
+            before = counted(server, "encoder")
             told = _load(server, requests, CALLERS, seconds)
-            rows, executions = (new - old for new, old in zip(_counted(server, "encoder"), before, strict=True))
+            rows, executions = (new - old for new, old in zip(counted(server, "encoder"), before, strict=True))
             return told["requests_per_s"], told["cpu_us"] / 1e3, rows / executions
 
         for number in range(rounds):
@@ -151,39 +150,19 @@ def _load(server: ServerProcess, requests: Sequence[Path], callers: int, seconds
     return {**told, "cpu_us": 1e6 * (told["after"] - told["before"]) / told["answers"]}
 
 
-def _counted(server: ServerProcess, model: str) -> tuple[float, float]:
-    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
-    return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
-
-
-def _table(rounds: Sequence[dict[str, Any]]) -> str:
-    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
-    for key in _RATIOS:
-        values = [one[key] for one in rounds if key in one]
-        if values:
-            found = spread(values)
-            lines.append(f"| {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.pipelines", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default both")
     parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="per load (default: %(default)s)")
     got = parser.parse_args(arguments)
-    parts, rounds = got.parts or _PARTS, []
-
-    def report(found: dict[str, Any]) -> None:
-        rounds.append(found)
-        print(json.dumps(found), flush=True)
-
+    parts, rounds = got.parts or _PARTS, Rounds()
     if "text" in parts:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            measure_text(build.build(Path(folder)), got.rounds, got.seconds, report)
+            measure_text(build.build(Path(folder)), got.rounds, got.seconds, rounds.add)
     if "identity" in parts:
-        measure_identity(got.rounds, got.seconds, report)
-    print(f"\n{_table(rounds)}")
+        measure_identity(got.rounds, got.seconds, rounds.add)
+    print(f"\n{rounds.medians(_RATIOS)}")
     sys.stdout.flush()
 
 

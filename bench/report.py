@@ -1,10 +1,12 @@
 """From samples to ratios and tables.
 
-Lives here: what is compared with what, and how it looks on a terminal. Must not: measure. Everything is pure.
+Lives here: what is compared with what, and how it looks on a terminal. Must not: measure. Everything is
+pure, but that `Rounds` prints what it is told.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ from bench.summary import Comparison, Measurement, Section, Summary
 __all__ = [
     "Absence",
     "Result",
+    "Rounds",
     "absolute",
     "compared",
     "facts",
@@ -208,6 +211,26 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they must be; the first aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  " + "  ".join(_cells(row, widths)).rstrip() for row in rows)
+
+
+class Rounds(list[dict[str, Any]]):
+    """What a measurement on its own has found, each line of it printed as it comes."""
+
+    def add(self, found: dict[str, Any]) -> None:
+        self.append(found)
+        print(json.dumps(found), flush=True)
+
+    def medians(self, keys: Sequence[str], by: str = "") -> str:
+        """Of each of `keys` that there is, apart for each value of `by`: median, lowest and highest, in Markdown."""
+        lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
+        for part in dict.fromkeys(one.get(by, "") for one in self):
+            for key in keys:
+                values = [one[key] for one in self if one.get(by, "") == part and one.get(key) is not None]
+                if values:
+                    found = spread(values)
+                    name = f"{part} {key}".strip()
+                    lines.append(f"| {name} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
+        return "\n".join(lines)
 
 
 def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:

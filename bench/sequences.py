@@ -37,11 +37,11 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from bench import perf_analyzer, sequence_costs, sequence_models
 from bench.load import closed
+from bench.report import Rounds
 from bench.sequence_models import EXACT, FIXED, GROWING, PLAIN, PYTHON, VAD, WIDE, Recurrent
 from bench.sessions import open_session
-from bench.stats import spread
 from bench.steps import BenchError, run_module
-from bench.subjects import cpu_s
+from bench.subjects import counted, cpu_s
 from paceline.clients import AsyncInferenceClient
 from tests.differential import triton_process
 from tests.harness import REPO, ServerProcess, write_identity
@@ -49,7 +49,6 @@ from tests.wire import Array
 
 __all__ = [
     "STREAMS",
-    "counted",
     "difference",
     "joined",
     "joined_per_s",
@@ -224,12 +223,6 @@ def load(
     return closed(target, requests, clients, seconds, warmup_s, stream=True, steps=steps, processes=processes)
 
 
-def counted(server: ServerProcess, model: str) -> tuple[float, float]:
-    """Rows and executions of a model so far."""
-    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
-    return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
-
-
 def measure_triton(
     analyzer: Path, rounds: int, seconds: float, delay_s: float, report: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -276,17 +269,6 @@ def analyze(analyzer: Path, target: str, way: str, seconds: float, folder: Path)
     return perf_analyzer.read(report.read_text(), done.stdout)
 
 
-def _table(rounds: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
-    lines = ["| | median | lowest | highest |", "|---|---|---|---|"]
-    for model in dict.fromkeys(one["model"] for one in rounds):
-        for key in keys:
-            values = [one[key] for one in rounds if one["model"] == model and key in one]
-            if values:
-                found = spread(values)
-                lines.append(f"| {model} {key} | {found.median:.3g} | {found.low:.3g} | {found.high:.3g} |")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sequences", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="by default all for which everything is there")
@@ -313,28 +295,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = got.parts or [part for part in _PARTS if there[part]]
     if lacking := [part for part in parts if not there[part]]:
         sys.exit(f"{', '.join(lacking)}: not installed; see --silero, make witness and make bench-rivals")
-    rounds: list[dict[str, Any]] = []
-
-    def report(found: dict[str, Any]) -> None:
-        rounds.append(found)
-        print(json.dumps(found), flush=True)
-
+    rounds = Rounds()
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         files = {"vad": got.silero, "fixed": Path(folder) / "fixed.onnx"}
         sequence_models.write_fixed(Path(folder))
         if wanted := {part: files[part] for part in parts if part in files}:
-            measure(wanted, got.rounds, got.seconds, got.steps, report)
+            measure(wanted, got.rounds, got.seconds, got.steps, rounds.add)
         if "ages" in parts:
             growing = sequence_models.write_growing(Path(folder))
-            measure_ages(growing, got.rounds, got.seconds, got.steps, report)
+            measure_ages(growing, got.rounds, got.seconds, got.steps, rounds.add)
     if "triton" in parts:
         assert analyzer is not None
-        measure_triton(analyzer, got.rounds, got.seconds, got.delay_ms / 1e3, report)
+        measure_triton(analyzer, got.rounds, got.seconds, got.delay_ms / 1e3, rounds.add)
     if "costs" in parts:
         print(json.dumps(sequence_costs.costs(got.seconds)), flush=True)
     keys = ("difference", "inside_of_joined", "of_joined", "of_plain", "of_one", "rows_per_batch", "of_exact",
             "shared_rows_per_batch", "exact_rows_per_batch", "of_triton")  # fmt: skip
-    print(f"\n{_table(rounds, keys)}")
+    print(f"\n{rounds.medians(keys, 'model')}")
 
 
 if __name__ == "__main__":

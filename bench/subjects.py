@@ -34,6 +34,7 @@ __all__ = [
     "RivalProcess",
     "Subject",
     "ask_once",
+    "counted",
     "cpu_s",
     "has_config",
     "main_thread_cpu_s",
@@ -292,6 +293,12 @@ def main_thread_cpu_s(pid: int) -> float | None:
     """The processor time, in seconds, of a process's first thread, which in a server has the event loop."""
     fields = _stat(pid, f"task/{pid}/")
     return None if fields is None else sum(int(value) for value in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
+def counted(server: ServerProcess, model: str) -> tuple[float, float]:
+    """Rows and executions of a model so far, by its metrics."""
+    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
+    return metrics[f"nv_inference_count{labels}"], metrics[f"nv_inference_exec_count{labels}"]
 
 
 def _descendants(pid: int) -> list[int]:

@@ -13,11 +13,12 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
+from bench.gpu_models import Graph
 from bench.sessions import instance_group
 from paceline.clients.messages import infer_request
+from tests import models
 from tests.wire import Array
 
 __all__ = ["BERT_BASE", "FULL", "IDS", "MASK", "QUICK", "Sizes", "add", "feeds", "lengths", "request", "write"]
@@ -40,23 +41,8 @@ BERT_BASE = Sizes(layers=12, hidden=768, heads=12)
 QUICK = Sizes(layers=1, hidden=16, heads=2)
 
 
-class _Graph:
-    """Collects nodes and weights."""
-
-    def __init__(self) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: list[onnx.TensorProto] = []
-        self._random = np.random.default_rng(0)
-
-    def add(self, operator: str, *inputs: str, **attributes: object) -> str:
-        name = f"{operator}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operator, inputs, [name], **attributes))
-        return name
-
-    def constant(self, array: Array) -> str:
-        name = f"weight_{len(self.weights)}"
-        self.weights.append(numpy_helper.from_array(array, name))
-        return name
+class _Graph(Graph):
+    """With what an encoder is made of."""
 
     def numbers(self, *values: float) -> str:
         return self.constant(np.array(values, np.float32))
@@ -65,15 +51,10 @@ class _Graph:
         return self.constant(np.array(values, np.int64))
 
     def linear(self, x: str, inputs: int, outputs: int) -> str:
-        weights = self._random.standard_normal((inputs, outputs), np.float32) / math.sqrt(inputs)
-        return self.add("MatMul", x, self.constant(weights))
+        return self.add("MatMul", x, self.weights((inputs, outputs), inputs**-0.5))
 
     def norm(self, x: str, hidden: int) -> str:
-        ones = self.constant(np.ones(hidden, np.float32))
-        return self.add("LayerNormalization", x, ones, axis=-1)
-
-    def embedding(self, ids: str, hidden: int) -> str:
-        return self.add("Gather", self.constant(self._random.standard_normal((_WORDS, hidden), np.float32)), ids)
+        return self.add("LayerNormalization", x, self.numbers(*np.ones(hidden)), axis=-1)
 
     def attention(self, x: str, bias: str, sizes: Sizes) -> str:
         """Multi-head self-attention; `bias` is added to the scores."""
@@ -92,30 +73,21 @@ class _Graph:
 
 def write(folder: Path, sizes: Sizes = FULL) -> Path:
     """Write the encoder into `folder`; returns its file."""
-    graph, hidden = _Graph(), sizes.hidden
+    graph, hidden = _Graph("FP32"), sizes.hidden
     mask = graph.add("Cast", MASK, to=TensorProto.FLOAT)
     hides = graph.add("Mul", graph.add("Sub", mask, graph.numbers(1.0)), graph.numbers(1e9))
     bias = graph.add("Unsqueeze", hides, graph.integers(1, 2))
-    x = graph.embedding(IDS, hidden)
+    x = graph.add("Gather", graph.weights((_WORDS, hidden), 1.0), IDS)
     for _ in range(sizes.layers):
         x = graph.norm(graph.add("Add", x, graph.attention(x, bias, sizes)), hidden)
         wide = graph.add("Relu", graph.linear(x, hidden, 4 * hidden))
         x = graph.norm(graph.add("Add", x, graph.linear(wide, 4 * hidden, hidden)), hidden)
     column = graph.add("Unsqueeze", mask, graph.integers(2))
     total = graph.add("ReduceSum", graph.add("Mul", x, column), graph.integers(1), keepdims=0)
-    graph.nodes.append(
-        helper.make_node("Div", [total, graph.add("ReduceSum", column, graph.integers(1), keepdims=0)], [OUTPUT])
-    )
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "words"]) for name in (IDS, MASK)]
-    outputs = [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ["batch", hidden])]
-    model = helper.make_model(
-        helper.make_graph(graph.nodes, "encoder", inputs, outputs, graph.weights),
-        opset_imports=[helper.make_opsetid("", 18)],
-        ir_version=10,
-    )
-    path = folder / "encoder.onnx"
-    onnx.save(model, str(path))
-    return path
+    graph.add("Div", total, graph.add("ReduceSum", column, graph.integers(1), keepdims=0), output=OUTPUT)
+    inputs = [models.tensor(name, "INT64", ["batch", "words"]) for name in (IDS, MASK)]
+    outputs = [models.tensor(OUTPUT, "FP32", ["batch", hidden])]
+    return models.write(models.model(graph.nodes, inputs, outputs, graph.constants), folder / "encoder.onnx")
 
 
 def add(name: str, file: Path, repository: Path, device: str = "cpu", *, pads: bool) -> None:
