@@ -4,7 +4,7 @@ Lives here: the loads, what bounds them, the ratios. Must not: assert. In each r
 other round goes backwards.
 
 1. `vad` (needs `--silero`) and `fixed`: 64 streams in closed loops. `of_joined`: over 64 rows with their states joined
-   for good, nothing but `session.run`, in a process without a server. `inside_of_joined`: the same over what this
+   for good, nothing but a session, in a process without a server. `inside_of_joined`: the same over what this
    server makes of the steps' bytes without gRPC. `of_plain`: over what the server makes of
    requests as large for a model that does nothing and remembers nothing. `of_one`: over one stream in a closed loop.
    Before that, each of 64 sequences is compared with the model run alone.
