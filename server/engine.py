@@ -302,9 +302,9 @@ class BlockingEngine:
                 yield answer
         finally:
             # Not waited for: a garbage collection may end this, on any thread, also that of the engine.
-            if self._loop is not None:
+            if (loop := self._loop) is not None:
                 with suppress(RuntimeError):  # the engine has ended, and so have all of its streams
-                    self._loop.call_soon_threadsafe(self._loop.create_task, answers.aclose())
+                    loop.call_soon_threadsafe(lambda: loop.create_task(answers.aclose()))
 
     def _do(self, what: Coroutine[object, object, T]) -> T:
         if self._loop is None or self._loop.is_closed():
