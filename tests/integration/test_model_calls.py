@@ -313,14 +313,23 @@ class Model:
     inputs = {"run": ("BYTES", [-1, 1]), "x": ("FP32", [-1, 16])}
     outputs = {"y": ("FP32", [-1, 4])}
 
+    async def load(self, context):
+        self.refused = asyncio.Queue()
+
     async def execute(self, requests):
         self.tasks = [asyncio.create_task(self.answer(request)) for request in requests]
 
     async def answer(self, request):
-        try:
-            await self.models["echo"].async_infer({"a": request.inputs["x"]})
-        except self.models.CallFailed as error:
-            print(error.status)
+        run = request.inputs["run"][0, 0]
+        if run == b"call twice":
+            for _ in range(2):
+                try:
+                    await self.models["echo"].async_infer({"a": request.inputs["x"]})
+                except self.models.CallFailed as error:
+                    await self.refused.put(error.status)
+        elif run == b"wait for both":
+            statuses = [await self.refused.get() for _ in range(2)]
+            request.send({"y": np.full((1, 4), statuses == ["CANCELLED", "CANCELLED"], np.float32)})
         request.end()
 """
     echo = echo_model()
@@ -331,14 +340,17 @@ class Model:
         warm, entered = echo.batches, echo.gate.entered
         busy = asyncio.ensure_future(started.infer(infer("echo", {"a": np.zeros((1, 16), np.float32)})))
         await asyncio.to_thread(echo.gate.wait_entered, entered + 1)
-        stream = Stream(started)
-        await stream.send(asking(""))
+        stream, other = Stream(started), Stream(started)
+        await stream.send(asking("call twice"))
         await eventually_async(lambda: started.waiting("echo") == 1, "the call has arrived")
         stream.call.cancel()
-        await eventually_async(lambda: started.waiting("echo") == 0, "the call is withdrawn")
+        await other.send(asking("wait for both"))
+        assert numbers((await other.message()).infer_response) == [1.0] * 4
+        assert started.waiting("echo") == 0
         echo.gate.open()
         await busy
         assert echo.batches == [*warm, (1,)]
+        await other.end()
 
 
 async def test_call_is_a_step_of_a_sequence_and_has_an_id(tmp_path: Path) -> None:
