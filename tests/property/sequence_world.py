@@ -224,7 +224,7 @@ class World:
         for number, payload in enumerate(batch):
             step, known = payload.step, payload.step.sequence
             step.executing, step.was_executed, step.over_ns = False, not is_divided, self.clock.now_ns()
-            if is_divided and step.request.cancelled():
+            if is_divided and (step.request.cancelled() or step.request.deadline_ns <= self.clock.now_ns()):
                 known.lose(step.number)  # it isn't executed again with the others
             if error is None and not (how == "one" and number == 0):
                 payload.after = known.done = (*payload.state, step.number)
