@@ -333,7 +333,8 @@ class CompletesConfig(Protocol):
         """As `ModelSource.config`."""
 
     def declare(self, spec: ModelSpec | None) -> None:
-        """What the completed configuration says of its tensors, as `ModelSource.declared`. Before anything else."""
+        """What the completed configuration says of its tensors; None if it leaves a datatype open. Before anything
+        else."""
 
     def configure(self, config: str) -> None:
         """With this configuration it will serve. Before any instance is made."""

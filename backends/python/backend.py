@@ -108,10 +108,10 @@ class OpenTritonModel(OpenInProcesses[TritonProcess]):
 
     @property
     def spec(self) -> ModelSpec:
-        if self._spec is None:
+        if self._spec is None or not self._spec.outputs:
             raise LoadError(
-                f"model '{self._source.name}': expected input and output in its configuration or from its "
-                "auto_complete_config, each with its data_type"
+                f"model '{self._source.name}': expected output, and input if it has some, in its configuration or from "
+                "its auto_complete_config, each with its data_type"
             )
         return self._spec
 

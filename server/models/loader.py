@@ -62,6 +62,7 @@ from paceline.server.models.tensor_config import (
     doubts_outputs,
     fixed_rows,
     freed,
+    spelled_out,
     without_datatype,
 )
 from paceline.server.models.warmup import Supervisor, WarmUp
@@ -207,7 +208,7 @@ def _load_version(
         if isinstance(opened, CompletesConfig):
             config = with_completed(config, opened.completed_config)
             check_supported(config)
-            opened.declare(declared_spec(config))
+            opened.declare(spelled_out(config))
             supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
             undo.callback(supervise.close)
         try:

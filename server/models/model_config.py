@@ -349,8 +349,8 @@ def _check_batch_axis(config: pb.ModelConfig, own: ModelSpec) -> None:
     """Raise ConfigError if `config` asks for a batch axis where clients' tensors have none."""
     if config.max_batch_size and not can_batch(config, of_clients(config, own, batched=True)):
         dims = {tensor.name: list(tensor.dims) for tensor in (*own.inputs, *own.outputs) if not tensor.optional}
+        why = "not all tensors of the model have a free first dimension" if own.inputs else "requests bring no inputs"
         raise ConfigError(
-            "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, "
-            f"got {config.max_batch_size}; the model's shapes are {dims}"
+            f"max_batch_size: expected 0, as {why}, got {config.max_batch_size}; the model's shapes are {dims}"
             + (f"; {EXPORT_AGAIN}" if fixed_rows(config, own) == 1 else "")
         )

@@ -36,9 +36,14 @@ def without_datatype(config: pb.ModelConfig) -> list[str]:
 
 
 def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
-    """The tensors as `config` says the model has them, batch axis included; None unless it spells out inputs and
-    outputs with their datatypes. Raises ConfigError for a datatype that doesn't exist, and without a name."""
-    if not (config.input and config.output) or without_datatype(config):
+    """`spelled_out`; None also unless there are inputs and outputs."""
+    return spelled_out(config) if config.input and config.output else None
+
+
+def spelled_out(config: pb.ModelConfig) -> ModelSpec | None:
+    """The tensors as `config` says the model has them, batch axis included; None if it leaves the datatype of one to
+    the model. Raises ConfigError for a datatype that doesn't exist, and without a name."""
+    if without_datatype(config):
         return None
     lead = (-1,) if config.max_batch_size else ()
     scattered, named = _scattered(config), {one.name for one in config.input}

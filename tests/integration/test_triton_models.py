@@ -152,9 +152,24 @@ async def test_failing_load_says_why(tmp_path: Path, source: str, words: str) ->
 
 async def test_model_without_tensors_fails_to_load(tmp_path: Path) -> None:
     triton_puppet.write(tmp_path, "max_batch_size: 8")
-    assert "expected input and output in its configuration or from its auto_complete_config" in await load_error(
-        tmp_path
-    )
+    assert "expected output, and input if it has some, in its configuration or from its" in await load_error(tmp_path)
+
+
+OUTPUTS = TENSORS[TENSORS.index("output") :]
+
+
+async def test_model_without_inputs_is_served(tmp_path: Path) -> None:
+    async with served(tmp_path, OUTPUTS) as started:
+        request = asking("response = answer(len(request.inputs()))")
+        assert "unexpected input 'x', expected []" in (await failure_of(started.infer(request)))[1]
+        del request.inputs[:], request.raw_input_contents[:]
+        answers = await asyncio.gather(*(started.infer(request) for _ in range(4)))
+        assert [number(one) for one in answers] == [0] * 4
+
+
+async def test_batch_axis_without_inputs_fails_to_load(tmp_path: Path) -> None:
+    triton_puppet.write(tmp_path, f"max_batch_size: 8 {OUTPUTS}")
+    assert "max_batch_size: expected 0, as requests bring no inputs, got 8" in await load_error(tmp_path)
 
 
 BAD_RESPONSES = [
