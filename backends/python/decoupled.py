@@ -58,9 +58,6 @@ class DecoupledProcess(DuplexProcess):
         with self._changing:
             return [one for one in self._open.values() if one.execution == execution]
 
-    def _all_ended(self, execution: int) -> bool:
-        return not self._open_requests(execution)
-
     def sent(self, number: int, answers: int) -> None:
         self._unsaid.put(lambda: self._link.send(messages.SENT, number, answers))
 

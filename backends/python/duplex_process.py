@@ -136,10 +136,7 @@ class DuplexProcess(ModelProcess):
         )
         with self._calling:
             self._calls[number] = call, execution
-        # Only now, as whoever ends the last of them cancels the calls that he finds.
-        if execution not in (0, executing) and self._all_ended(execution):
-            self._cancel(call)
-        elif self._source.on_call is None:
+        if self._source.on_call is None:
             self.fail(call, "UNIMPLEMENTED", "nobody takes calls of models here", last=True)
         else:
             self._source.on_call(call)
@@ -152,10 +149,6 @@ class DuplexProcess(ModelProcess):
     def _open_requests(self, execution: int) -> Sequence[OpenRequest]:
         """Those that were handed over in an execution, and may still be answered."""
         return ()
-
-    def _all_ended(self, execution: int) -> bool:
-        """Whether nobody waits any more for what an earlier execution was for."""
-        return False
 
     def _on_gone(self) -> None:
         """The process has ended; whoever waits for its answer is told after this."""
@@ -170,11 +163,8 @@ class DuplexProcess(ModelProcess):
         """Nobody waits for the calls of an execution any more; 0: for any."""
         for call, of in self._all_calls():
             if execution in (0, of):
-                self._cancel(call)
-
-    def _cancel(self, call: ModelCall) -> None:
-        call.cancel()
-        self.fail(call, "CANCELLED", "nobody waits any more for what the call was made for", last=True)
+                call.cancel()
+                self.fail(call, "CANCELLED", "nobody waits any more for what the call was made for", last=True)
 
     def _send_answer(
         self, call: ModelCall, outputs: Mapping[str, Array] | None, parameters: Parameters, last: bool
