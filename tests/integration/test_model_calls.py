@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.server.config import Settings
 from tests import models, open_puppet
 from tests.calling_puppet import write_caller
 from tests.integration.calling import ALONE, BATCHED, ECHO, ENCODE, TELL, asking, echoing, numbers, served, statistics
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
-from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.wire import infer
 
@@ -302,95 +300,6 @@ class Model:
         expected = numbers(await started.infer(infer("encoder", {"INPUT0": np.ones((1, 16), np.float32)})))
         for model in ("a", "b"):
             assert numbers(await started.infer(asking("", model=model))) == expected
-
-
-async def test_calls_of_requests_that_are_answered_later_end_with_them(tmp_path: Path) -> None:
-    source = """
-import asyncio
-import numpy as np
-
-class Model:
-    inputs = {"run": ("BYTES", [-1, 1]), "x": ("FP32", [-1, 16])}
-    outputs = {"y": ("FP32", [-1, 4])}
-
-    async def load(self, context):
-        self.refused = asyncio.Queue()
-
-    async def execute(self, requests):
-        self.tasks = [asyncio.create_task(self.answer(request)) for request in requests]
-
-    async def answer(self, request):
-        run = request.inputs["run"][0, 0]
-        if run == b"call":
-            try:
-                await self.models["echo"].async_infer({"a": request.inputs["x"]})
-            except self.models.CallFailed as error:
-                await self.refused.put(error.status)
-        elif run == b"wait for it":
-            status = await self.refused.get()
-            request.send({"y": np.full((1, 4), status == "CANCELLED", np.float32)})
-        request.end()
-"""
-    echo = echo_model()
-    write_caller(tmp_path, "model_transaction_policy { decoupled: true }", calls="echo", source=source)
-    settings = Settings(paths=(tmp_path,), allow_python_models=True)
-    async with serving(tmp_path, {"echo": echo}, config=BATCHED, settings=settings) as started:
-        echo.gate.close()
-        warm, entered = echo.batches, echo.gate.entered
-        busy = asyncio.ensure_future(started.infer(infer("echo", {"a": np.zeros((1, 16), np.float32)})))
-        await asyncio.to_thread(echo.gate.wait_entered, entered + 1)
-        stream, other = Stream(started), Stream(started)
-        await stream.send(asking("call"))
-        await eventually_async(lambda: started.waiting("echo") == 1, "the call has arrived")
-        stream.call.cancel()
-        await other.send(asking("wait for it"))
-        assert numbers((await other.message()).infer_response) == [1.0] * 4
-        assert started.waiting("echo") == 0
-        echo.gate.open()
-        await busy
-        assert echo.batches == [*warm, (1,)]
-        await other.end()
-
-
-async def test_task_that_outlives_its_first_request_may_call(tmp_path: Path) -> None:
-    source = """
-import asyncio
-import numpy as np
-
-class Model:
-    inputs = {"run": ("BYTES", [-1, 1]), "x": ("FP32", [-1, 16])}
-    outputs = {"y": ("FP32", [-1, 4])}
-    task = None
-
-    async def execute(self, requests):
-        if self.task is None:
-            self.queue = asyncio.Queue()
-            self.task = asyncio.create_task(self.work())
-        for request in requests:
-            self.queue.put_nowait(request)
-
-    async def work(self):
-        while True:
-            request = await self.queue.get()
-            try:
-                called = await self.models["echo"].async_infer({"a": request.inputs["x"]})
-                request.send({"y": called["x"][:, :4]})
-            except Exception as error:
-                request.fail(repr(error))
-            else:
-                request.end()
-"""
-    echo = echo_model()
-    write_caller(tmp_path, "model_transaction_policy { decoupled: true }", calls="echo", source=source)
-    settings = Settings(paths=(tmp_path,), allow_python_models=True)
-    async with serving(tmp_path, {"echo": echo}, config=BATCHED, settings=settings) as started:
-        stream = Stream(started)
-        for _ in range(3):
-            await stream.send(asking("", 2))
-            message = await stream.message()
-            assert not message.error_message
-            assert numbers(message.infer_response) == [2.0] * 4
-        await stream.end()
 
 
 async def test_call_is_a_step_of_a_sequence_and_has_an_id(tmp_path: Path) -> None:
